@@ -1,0 +1,130 @@
+"""From samples to tables: medians, ratios to the peers, and how close to the machine's GEMM peak."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from workers.workloads import flops, sizes_and_works
+
+PEERS = ("torch", "flax")
+PHASES = ("import", "load", "generate", "loss")
+Record = dict[str, Any]
+Samples = dict[str, dict[str, list[Record]]]  # workload -> system -> what its workers printed
+
+
+def clock(cores: int) -> str:
+    """CPU time on one core; wall time on more, where torch's waiting threads burn CPU time that does no work."""
+    return "cpu" if cores == 1 else "wall"
+
+
+def gemm_peaks(samples: Samples, cores: int) -> dict[str, float]:
+    """The best GFLOP/s that any library reached in this run, for each precision."""
+    peaks: dict[str, float] = {}
+    for record in samples["gemm"]["gemm"]:
+        if "flops" in record:
+            speed = record["flops"] / record[clock(cores)] / 1e9
+            peaks[record["precision"]] = max(speed, peaks.get(record["precision"], 0.0))
+    return peaks
+
+
+def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table:
+    """One row per system, for a workload that is repeated in a warm process."""
+    sizes, works = sizes_and_works(tiny)
+    work = works[workload]
+    repeats = {name: [r for r in records if "wall" in r] for name, records in samples[workload].items()}
+    seconds = {name: median(r[clock(cores)] for r in records) for name, records in repeats.items()}
+    memory = {name: max(r["peak_gb"] for r in records) for name, records in repeats.items()}
+    results = {name: records[-1]["result"] for name, records in repeats.items()}
+    peaks = gemm_peaks(samples, cores)
+    # Time is compared where less is better (a loss), speed where tokens are counted.
+    ratio, unit = ("speed", clock(cores)) if work.beams else ("time", clock(cores))
+
+    result = Table(title=f"{workload}: {_describe(work)}", title_justify="left")
+    headers = ["system", "wall s (min)", "CPU s (min)", "peak GB"]
+    headers += [f"tokens/{unit} s"] if work.beams else []
+    headers += ["GFLOP/s (of GEMM peak)"]
+    headers += [f"{what} / {peer}" for peer in PEERS if peer in seconds for what in (ratio, "peak")]
+    headers += [f"tokens = {next(iter(results))}'s" if work.beams else "loss"]
+    for header in headers:
+        result.add_column(header, justify="left" if header == "system" else "right")
+
+    for name, records in repeats.items():
+        row = [name]
+        for kind in ("wall", "cpu"):
+            times = [r[kind] for r in records]
+            row.append(f"{median(times):.3g} ({min(times):.3g})")
+        row.append(f"{memory[name]:.2f}")
+        if work.beams:
+            row.append(f"{work.new_tokens / seconds[name]:.1f}")
+        # bf16 is only faster where the processor has it, so its ceiling is the better of the two.
+        peak = max(peaks.values()) if name.endswith("bf16") else peaks["f32"]
+        speed = flops(work, sizes) / seconds[name] / 1e9
+        row.append(f"{speed:.3g} ({speed / peak:.0%})")
+        for peer in PEERS:
+            if peer in seconds:
+                times = (seconds[peer], seconds[name]) if work.beams else (seconds[name], seconds[peer])
+                row += [f"{times[0] / times[1]:.2f}", f"{memory[name] / memory[peer]:.2f}"]
+        if work.beams:
+            row.append(f"{_agreement(results[name], next(iter(results.values()))):.0%}")
+        else:
+            row.append(f"{results[name]:.5f}")
+        result.add_row(*row)
+    return result
+
+
+def cold_table(samples: Samples, cores: int) -> Table:
+    """Two rows per system: a start with an empty compilation cache, and the next one."""
+    totals: dict[tuple[str, str], float] = {}
+    cells: dict[tuple[str, str], list[str]] = {}
+    for name, records in samples["cold"].items():
+        for start in ("first", "second"):
+            phases = [r["phases"] for r in records if r["start"] == start and "phases" in r]
+            if not phases:
+                continue
+            time = {
+                kind: [median(p[phase][kind] for p in phases) for phase in PHASES] for kind in ("wall", "cpu")
+            }
+            totals[name, start] = sum(time[clock(cores)])
+            cells[name, start] = [
+                f"{wall:.2f} ({cpu:.2f})"
+                for wall, cpu in [*zip(time["wall"], time["cpu"]), (sum(time["wall"]), sum(time["cpu"]))]
+            ]
+
+    peers = [peer for peer in PEERS if (peer, "first") in totals]
+    result = Table(title="cold: seconds from process start, wall (CPU)", title_justify="left")
+    for header in ["system", "start", *PHASES, "total", *[f"total / {peer}" for peer in peers]]:
+        result.add_column(header, justify="left" if header in ("system", "start") else "right")
+    for (name, start), row in cells.items():
+        ratios = [totals[name, start] / totals[peer, start] for peer in peers if (peer, start) in totals]
+        result.add_row(name, start, *row, *[f"{ratio:.2f}" for ratio in ratios])
+    return result
+
+
+def footer(samples: Samples, cores: int) -> str:
+    """The ceiling that the tables refer to, the clock of the ratios, and the versions measured."""
+    peaks = ", ".join(f"{speed:.0f} GFLOP/s {name}" for name, speed in gemm_peaks(samples, cores).items())
+    lines = [f"GEMM peak: {peaks}. Ratios are of {clock(cores)} time, medians; {cores} core(s)."]
+    versions = {
+        name: record["versions"]
+        for systems in samples.values()
+        for name, records in systems.items()
+        for record in records
+        if "versions" in record
+    }
+    lines += [f"{name}: " + " ".join(map(" ".join, used.items())) for name, used in versions.items()]
+    return "\n".join(lines)
+
+
+def _describe(work: Any) -> str:
+    if work.beams == 0:
+        return f"forward + backward, batch {work.batch}, {work.source} in, {work.target} out"
+    how = "greedy" if work.beams == 1 else f"{work.beams} beams"
+    return f"{how}, batch {work.batch}, {work.source} in, {work.target} new tokens"
+
+
+def _agreement(tokens: list[list[int]], reference: list[list[int]]) -> float:
+    """The share of positions at which two systems chose the same token."""
+    pairs = [pair for row, other in zip(tokens, reference) for pair in zip(row, other)]
+    return sum(a == b for a, b in pairs) / len(pairs)

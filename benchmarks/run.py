@@ -1,0 +1,181 @@
+"""Measure Flaxen and its peers side by side, one process per system, and print the ratios. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import report  # neither this file nor report.py imports NumPy or torch: a child's peak memory starts at its parent's
+from rich.console import Console
+
+HERE = Path(__file__).resolve().parent
+PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class System:
+    """A worker script, the Python that runs it, and what must be installed for it."""
+
+    script: str
+    needs: str
+    python: Path = Path(sys.executable)
+    precision: str = "f32"
+    workloads: tuple[str, ...] = ("loss", "generate", "beam", "cold")
+
+    def missing(self) -> str | None:
+        if not self.python.exists():
+            return "not installed: make bench-peers"
+        if self.python == Path(sys.executable) and find_spec(self.needs) is None:
+            return (
+                f"not installed: no module {self.needs!r} in this environment; use the one that make builds"
+            )
+        return None
+
+
+SYSTEMS = {
+    "torch": System("torch_t5.py", needs="torch"),
+    "flax": System("flax_t5.py", needs="transformers", python=PEERS_PYTHON),
+    "flaxen": System("flaxen_t5.py", needs="flaxen"),
+    "flaxen-bf16": System(
+        "flaxen_t5.py", needs="flaxen", precision="bf16", workloads=("loss", "generate", "beam")
+    ),
+}
+GEMM = System("gemm.py", needs="torch")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "workload", choices=["loss", "generate", "beam", "cold", "all"], nargs="?", default="all"
+    )
+    parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="processes per system, interleaved with the others'"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls in each process")
+    parser.add_argument(
+        "--systems", choices=list(SYSTEMS), nargs="+", default=list(SYSTEMS), metavar="SYSTEM"
+    )
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes: shows that all run, measures nothing"
+    )
+    flags = parser.parse_args()
+
+    available = sorted(os.sched_getaffinity(0))
+    if not 1 <= flags.cores <= len(available):
+        parser.error(f"--cores {flags.cores}: this process may use {len(available)}")
+    if problem := GEMM.missing():
+        parser.error(f"the random model and the GEMM peak need torch. {problem}")
+    workloads = ["loss", "generate", "beam", "cold"] if flags.workload == "all" else [flags.workload]
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    with tempfile.TemporaryDirectory(prefix="flaxen-bench-") as scratch:
+        bench = Bench(console, Path(scratch), available[: flags.cores], flags.repeats, flags.tiny)
+        bench.prepare(flags.systems)
+        for workload in workloads:
+            systems = [name for name in flags.systems if workload in SYSTEMS[name].workloads]
+            for number in range(1, flags.rounds + 1):
+                console.print(f"{workload}, round {number} of {flags.rounds}", style="dim")
+                bench.round(workload, systems)
+            bench.show(workload, systems)
+    console.print(report.footer(bench.samples, flags.cores))
+    if flags.json:
+        flags.json.write_text(
+            json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": bench.samples})
+        )
+    if any(not text.startswith("not installed") for text in bench.failures.values()):
+        sys.exit(1)
+
+
+class Bench:
+    """Runs workers one at a time and keeps what they print: `samples[workload][system]`."""
+
+    def __init__(self, console: Console, scratch: Path, cores: list[int], repeats: int, tiny: bool) -> None:
+        self.console, self.scratch, self.cores = console, scratch, cores
+        self.repeats, self.tiny = repeats, tiny
+        self.samples: dict[str, dict[str, list[Record]]] = {}
+        self.failures: dict[str, str] = {}  # by system; one that failed is not run again
+
+    def prepare(self, names: list[str]) -> None:
+        """Make the random model with torch, and the copy of it that Flax can read."""
+        self._worker("torch", SYSTEMS["torch"], "prepare")
+        if "torch" in self.failures:
+            raise SystemExit(f"could not make the random model: {self.failures['torch']}")
+        for name in names:
+            if problem := SYSTEMS[name].missing():
+                self.failures[name] = problem
+        if "flax" in names and "flax" not in self.failures:
+            self._worker("flax", SYSTEMS["flax"], "prepare")
+
+    def round(self, workload: str, names: list[str]) -> None:
+        self._keep("gemm", "gemm", self._worker("gemm", GEMM, "gemm"))
+        for name in names:
+            if name in self.failures:
+                continue
+            if workload != "cold":
+                self._keep(workload, name, self._worker(name, SYSTEMS[name], workload, cache=name))
+                continue
+            with tempfile.TemporaryDirectory(dir=self.scratch) as empty:
+                for start in ("first", "second"):
+                    records = self._worker(name, SYSTEMS[name], "cold", cache=empty)
+                    self._keep(workload, name, [record | {"start": start} for record in records])
+
+    def show(self, workload: str, names: list[str]) -> None:
+        cores = len(self.cores)
+        if workload == "cold" and self.samples.get("cold"):
+            self.console.print(report.cold_table(self.samples, cores))
+        elif self.samples.get(workload):
+            self.console.print(report.work_table(workload, self.samples, cores, self.tiny))
+        for name in names:
+            if name in self.failures:
+                self.console.print(f"{name}: {self.failures[name]}", style="red", markup=False)
+
+    def _keep(self, workload: str, name: str, records: list[Record]) -> None:
+        if records:
+            self.samples.setdefault(workload, {}).setdefault(name, []).extend(records)
+
+    def _worker(self, name: str, system: System, workload: str, cache: str = "prepare") -> list[Record]:
+        """Run one process to its end; what it printed, or nothing and an entry in `failures`."""
+        command = [str(system.python), str(HERE / "workers" / system.script), workload]
+        command += ["--model-dir", str(self.scratch / "model"), "--precision", system.precision]
+        command += ["--repeats", str(self.repeats), "--pin", *map(str, self.cores), *["--tiny"] * self.tiny]
+        # A compilation cache of its own for each system: rounds after the first do not compile again.
+        cache_dir = str(self.scratch / "cache" / cache)
+        environment = os.environ | {
+            "XDG_CACHE_HOME": cache_dir,
+            "JAX_COMPILATION_CACHE_DIR": cache_dir,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        started = time.time()
+        done = subprocess.run(
+            [*command, "--started", str(started)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode != 0 or (workload != "prepare" and not records):
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            self.failures[name] = f"failed in {workload} (exit {done.returncode}): {reason}"
+            self.console.print(f"  {name}: {self.failures[name]}", style="red")
+            return []
+        self.console.print(f"  {name}: {time.time() - started:.0f} s in all", style="dim")
+        return records
+
+
+if __name__ == "__main__":
+    main()

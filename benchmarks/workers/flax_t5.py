@@ -1,0 +1,75 @@
+"""transformers 4.57.6 on Flax, f32, in its best form: loss and generation each one jitted function of the parameters.
+
+`prepare` turns the torch checkpoint into a Flax one: transformers itself needs torch for that.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from measure import Worker
+
+
+def main() -> None:
+    worker = Worker(__doc__)
+    import jax
+    import numpy as np
+    import optax
+    from transformers import FlaxT5ForConditionalGeneration, T5Config
+    from transformers.models.t5.modeling_flax_t5 import shift_tokens_right
+
+    flax_dir = worker.model_dir / "flax"
+    if worker.workload == "prepare":
+        config = T5Config.from_pretrained(worker.model_dir)
+        model = FlaxT5ForConditionalGeneration(config, _do_init=False)
+        model.save_pretrained(flax_dir, params=torch_parameters(worker.model_dir / "model.safetensors"))
+        return
+
+    worker.mark("import")
+    model, params = FlaxT5ForConditionalGeneration.from_pretrained(flax_dir, _do_init=False)
+    worker.mark("load")
+    config = model.config
+
+    @jax.jit
+    @jax.value_and_grad
+    def value_and_grad(params: Any, source: jax.Array, labels: jax.Array) -> jax.Array:
+        decoder_inputs = shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
+        logits = model(source, decoder_input_ids=decoder_inputs, params=params, train=False).logits
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def loss(source: np.ndarray, labels: np.ndarray) -> float:
+        value, _ = jax.block_until_ready(value_and_grad(params, source, labels))
+        return float(value)
+
+    def search(params: Any, source: jax.Array, new_tokens: int, beams: int) -> jax.Array:
+        # Flax has no min_new_tokens; its lengths count the start token.
+        length = new_tokens + 1
+        return model.generate(
+            source, params=params, max_length=length, min_length=length, num_beams=beams, do_sample=False
+        ).sequences
+
+    jitted_search = jax.jit(search, static_argnums=(2, 3))
+
+    def generate(source: np.ndarray, new_tokens: int, beams: int) -> list[list[int]]:
+        return np.asarray(jitted_search(params, source, new_tokens, beams))[:, 1:].tolist()
+
+    worker.run(loss, generate, ["jax", "flax", "transformers"])
+
+
+def torch_parameters(file: Path) -> dict[str, Any]:
+    """The parameters of a torch T5 in the nested form that Flax wants."""
+    from flax.traverse_util import unflatten_dict
+    from safetensors.numpy import load_file
+
+    flat = {}
+    for name, tensor in load_file(file).items():
+        *path, leaf = name.split(".")
+        if path[-1] in ("shared", "relative_attention_bias"):
+            leaf = "embedding"
+        elif "layer_norm" not in path[-1]:  # a Linear, which torch stores as [out, in]
+            leaf, tensor = "kernel", tensor.T
+        flat[(*path, leaf)] = tensor
+    return unflatten_dict(flat)
+
+
+if __name__ == "__main__":
+    main()

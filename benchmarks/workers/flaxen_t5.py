@@ -1,0 +1,41 @@
+"""Flaxen. bf16 means bf16 weights when generating, and f32 weights with bf16 compute for the loss, as one would train."""
+
+from typing import Any
+
+from measure import Worker
+
+
+def main() -> None:
+    worker = Worker(__doc__, precisions=("f32", "bf16"))
+    import jax
+    import numpy as np
+
+    import flaxen
+
+    worker.mark("import")
+    options = {}
+    if worker.precision == "bf16":
+        options = {"compute" if worker.workload == "loss" else "dtype": "bfloat16"}
+    pretrained = flaxen.load(worker.model_dir, **options)
+    worker.mark("load")
+
+    @jax.jit
+    @jax.value_and_grad
+    def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> jax.Array:
+        return model.loss(source, labels)[0]
+
+    def loss(source: np.ndarray, labels: np.ndarray) -> float:
+        value, _ = jax.block_until_ready(value_and_grad(pretrained.model, source, labels))
+        return float(value)
+
+    def generate(source: np.ndarray, new_tokens: int, beams: int) -> list[list[int]]:
+        outputs = pretrained.generate(
+            source.tolist(), max_new_tokens=new_tokens, min_new_tokens=new_tokens, num_beams=beams
+        )
+        return [[int(token) for token in output.tokens] for output in outputs]
+
+    worker.run(loss, generate, ["jax", "flax", "flaxen"])
+
+
+if __name__ == "__main__":
+    main()

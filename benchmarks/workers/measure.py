@@ -1,0 +1,115 @@
+"""A worker's side of a benchmark: its flags, its cores, its clocks, and one JSON line on stdout per repeat."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workloads import sizes_and_works
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Loss = Callable[["np.ndarray", "np.ndarray"], float]  # source ids, labels -> the loss, all gradients computed
+Generate = Callable[
+    ["np.ndarray", int, int], list[list[int]]
+]  # source ids, new tokens, beams -> tokens of each row
+
+
+class Worker:
+    """Create it before importing NumPy, JAX or torch: they choose their threads when they start."""
+
+    def __init__(self, description: str, precisions: tuple[str, ...] = ("f32",)) -> None:
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("workload", choices=["prepare", "loss", "generate", "beam", "cold", "gemm"])
+        parser.add_argument(
+            "--model-dir", type=Path, help="where `prepare` puts the model and the others find it"
+        )
+        parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one that is not timed")
+        parser.add_argument("--pin", type=int, nargs="+", metavar="CORE", help="run on these cores only")
+        parser.add_argument("--precision", choices=precisions, default=precisions[0])
+        parser.add_argument(
+            "--tiny", action="store_true", help="tiny sizes: shows that it runs, measures nothing"
+        )
+        parser.add_argument("--started", type=float, help="time.time() when this process was started (cold)")
+        flags = parser.parse_args()
+        self.workload: str = flags.workload
+        self.model_dir: Path = flags.model_dir
+        self.repeats: int = flags.repeats
+        self.precision: str = flags.precision
+        self.sizes, self.works = sizes_and_works(flags.tiny)
+
+        cores = flags.pin or sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores)
+        self.threads = len(cores)
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(self.threads)
+        os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+        # The clocks of the first phase start with the process, before Python itself is up.
+        self._wall = flags.started or time.time()
+        self._cpu = 0.0
+        self.phases: dict[str, dict[str, float]] = {}
+
+    def mark(self, phase: str) -> None:
+        """End a phase of a cold start: what has passed since the last mark belongs to it."""
+        wall, cpu = time.time(), time.process_time()
+        self.phases[phase] = {"wall": wall - self._wall, "cpu": cpu - self._cpu}
+        self._wall, self._cpu = wall, cpu
+
+    def run(self, loss: Loss, generate: Generate, libraries: list[str]) -> None:
+        """Do the workload that the flags name. Marks "import" and "load" are the caller's."""
+        if self.workload == "cold":
+            self._generate("cold-generate", generate)()
+            self.mark("generate")
+            self._loss("cold-loss", loss)()
+            self.mark("loss")
+            self.emit(phases=self.phases)
+        else:
+            call = (
+                self._loss("loss", loss)
+                if self.workload == "loss"
+                else self._generate(self.workload, generate)
+            )
+            call()
+            for _ in range(self.repeats):
+                self.emit(**timed(call))
+        self.emit(versions={name: version(name) for name in libraries})
+
+    def _loss(self, name: str, loss: Loss) -> Callable[[], float]:
+        source, labels = self.works[name].source_ids(self.sizes), self.works[name].target_ids(self.sizes)
+        return lambda: loss(source, labels)
+
+    def _generate(self, name: str, generate: Generate) -> Callable[[], list[list[int]]]:
+        work, source = self.works[name], self.works[name].source_ids(self.sizes)
+
+        def call() -> list[list[int]]:
+            tokens = generate(source, work.target, work.beams)
+            lengths = {len(row) for row in tokens}
+            if len(tokens) != work.batch or lengths != {work.target}:
+                raise SystemExit(
+                    f"{name}: expected {work.batch} rows of {work.target} new tokens, "
+                    f"got {len(tokens)} rows of lengths {sorted(lengths)}"
+                )
+            return tokens
+
+        return call
+
+    @staticmethod
+    def emit(**record: Any) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+        print(json.dumps(record | {"peak_gb": peak}), flush=True)
+
+
+def timed(call: Callable[[], Any]) -> dict[str, Any]:
+    """Wall seconds, CPU seconds of all threads, and what the call returned."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "result": result}

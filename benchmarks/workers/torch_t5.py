@@ -1,0 +1,60 @@
+"""transformers v5 on torch, f32. `prepare` makes the random model that every system loads."""
+
+from measure import Worker
+
+
+def main() -> None:
+    worker = Worker(__doc__)
+    import numpy as np
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.set_num_threads(worker.threads)
+    if worker.workload == "prepare":
+        torch.manual_seed(0)
+        sizes = worker.sizes
+        model = T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=sizes.vocab_size,
+                d_model=sizes.d_model,
+                d_kv=sizes.d_head,
+                d_ff=sizes.d_ff,
+                num_layers=sizes.n_layers,
+                num_heads=sizes.n_heads,
+                decoder_start_token_id=0,
+            )
+        )
+        # With T5's initial embeddings a tied random model repeats its last token for ever. Small ones let the
+        # layers speak, so that comparing the tokens of two systems means something.
+        model.shared.weight.data *= 0.05
+        model.save_pretrained(worker.model_dir)
+        return
+
+    worker.mark("import")
+    model = T5ForConditionalGeneration.from_pretrained(worker.model_dir, dtype=torch.float32).eval()
+    worker.mark("load")
+
+    def loss(source: np.ndarray, labels: np.ndarray) -> float:
+        model.zero_grad(set_to_none=True)
+        value = model(
+            input_ids=torch.from_numpy(source).long(), labels=torch.from_numpy(labels).long(), use_cache=False
+        ).loss
+        value.backward()
+        return value.item()
+
+    def generate(source: np.ndarray, new_tokens: int, beams: int) -> list[list[int]]:
+        with torch.inference_mode():
+            sequences = model.generate(
+                torch.from_numpy(source).long(),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                num_beams=beams,
+                do_sample=False,
+            )
+        return sequences[:, 1:].tolist()  # without the start token
+
+    worker.run(loss, generate, ["torch", "transformers"])
+
+
+if __name__ == "__main__":
+    main()

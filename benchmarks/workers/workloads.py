@@ -1,0 +1,91 @@
+"""What is measured: sizes of the model and of the work, the inputs, and the arithmetic they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np  # at run time only inside functions: a worker pins itself before NumPy is imported
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a T5 1.0 (relu, tied head); the defaults are t5-small's."""
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_head: int = 64
+    d_ff: int = 2048
+    n_layers: int = 6
+    n_heads: int = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """`batch` rows of `source` ids in, and `target` ids out: labels of a loss, or new tokens of a generation."""
+
+    batch: int
+    source: int
+    target: int
+    beams: int = 0  # 0: a loss; 1: greedy; more: beam search
+
+    def source_ids(self, sizes: Sizes) -> np.ndarray:
+        return _random_ids(self.batch, self.source, sizes.vocab_size, seed=0)
+
+    def target_ids(self, sizes: Sizes) -> np.ndarray:
+        return _random_ids(self.batch, self.target, sizes.vocab_size, seed=1)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens handed to the caller: one hypothesis per row, however many beams were searched."""
+        return self.batch * self.target if self.beams else 0
+
+
+SMALL = Sizes()
+TINY = Sizes(vocab_size=384, d_model=64, d_head=16, d_ff=128, n_layers=2, n_heads=4)
+
+WORKLOADS = {
+    "loss": Work(batch=8, source=512, target=114),
+    "generate": Work(batch=8, source=256, target=64, beams=1),
+    "beam": Work(batch=8, source=256, target=64, beams=4),
+    # A cold start is about imports, loading and compiling, so its work is one row.
+    "cold-generate": Work(batch=1, source=256, target=8, beams=1),
+    "cold-loss": Work(batch=1, source=512, target=114),
+}
+TINY_WORKLOADS = {
+    name: Work(min(work.batch, 2), source=16, target=8, beams=work.beams) for name, work in WORKLOADS.items()
+}
+
+
+def sizes_and_works(tiny: bool) -> tuple[Sizes, dict[str, Work]]:
+    return (TINY, TINY_WORKLOADS) if tiny else (SMALL, WORKLOADS)
+
+
+def _random_ids(rows: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
+    """Ids without pad (0), eos (1) and unk (2): every row is full, and no system can skip any of it."""
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(3, vocab_size, (rows, length), dtype=np.int32)
+
+
+def flops(work: Work, sizes: Sizes) -> float:
+    """Floating-point operations of the matrix products that the work cannot do without.
+
+    Keys and values of cross-attention are projected once per input; a cached decoder attends to the past only.
+    """
+    d_model, inner = sizes.d_model, sizes.n_heads * sizes.d_head
+    source_tokens = work.batch * work.source
+    rows = work.batch * max(work.beams, 1)
+    target_tokens = rows * work.target
+    feed_forward = 2 * d_model * sizes.d_ff
+    attended = work.target if work.beams == 0 else (work.target + 1) / 2
+
+    # Multiply-adds per layer; a query that sees n keys costs 2 * n * inner (scores, then values).
+    encoder = source_tokens * (4 * d_model * inner + feed_forward + 2 * work.source * inner)
+    cross_keys_values = source_tokens * 2 * d_model * inner
+    decoder = target_tokens * (6 * d_model * inner + feed_forward + 2 * (attended + work.source) * inner)
+    head = target_tokens * d_model * sizes.vocab_size
+
+    forward = 2 * (sizes.n_layers * (encoder + cross_keys_values + decoder) + head)
+    return forward if work.beams else 3 * forward  # a backward pass is two products for each of the forward's

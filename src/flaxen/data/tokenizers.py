@@ -1,0 +1,316 @@
+"""Text to token ids and back: tokenizer.json, spiece.model, or plain bytes (ByT5)."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+# What a Hugging Face directory may say of its tokenizer. A saved model takes all of it along unchanged.
+VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json", "merges.txt")
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+Files = dict[str, bytes]
+Segment = Callable[[list[str]], list[list[int]]]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What data and generation know of a tokenizer."""
+
+    size: int  # ids are 0 … size-1, sentinels included; a model may have more rows
+    pad_id: int
+    eos_id: int
+    unk_id: int | None
+    sentinels: tuple[int, ...]  # what span corruption puts for the first span, the second, …
+    files: Files  # written beside a model's weights, they load as the same tokenizer
+
+    def encode(self, text: str, eos: bool = True, specials: bool = True) -> list[int]:
+        """Ids of a text; with `specials=False` a literal "<pad>" in it is ordinary text."""
+
+    def encode_batch(self, texts: Sequence[str], eos: bool = True, specials: bool = True) -> list[list[int]]:
+        """`encode` of each text, faster than one by one."""
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of the ids; those outside the vocabulary (padded embedding rows, -100) spell nothing."""
+
+    def token(self, id: int) -> str:
+        """One id as a readable piece, for display."""
+
+
+class JsonTokenizer:
+    """A tokenizer.json, run by the `tokenizers` library."""
+
+    # transformers 5 rebuilds T5's pipeline instead of running this file's, and so splits at U+0085,
+    # which SentencePiece, transformers 4 and the file itself take for an unknown character.
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self._backend = _load_json(files["tokenizer.json"])
+        self.pad_id, self.eos_id, self.unk_id = _role_ids(files, self._backend.token_to_id)
+        self.sentinels = _sentinels(self._backend.token_to_id)
+        self._added = self._backend.get_added_tokens_decoder()
+        self.size = max(self._backend.get_vocab_size(), 1 + max(self._added, default=-1))
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The same tokenizer, blind to special tokens in the text."""
+        # T5's special tokens are pieces of its Unigram model as well, which finds them even when
+        # `tokenizers` does not look for them. Under names that no text has they keep their ids.
+        special = [id for id, token in self._added.items() if token.special]
+        names = {self.token(id) for id in (*special, *self.sentinels, self.pad_id, self.eos_id)}
+        renamed = {name: f"\uffff {name}" for name in names}
+        spec = json.loads(self.files["tokenizer.json"])
+        if isinstance(spec["model"]["vocab"], list):
+            for entry in spec["model"]["vocab"]:
+                entry[0] = renamed.get(entry[0], entry[0])
+            for token in spec["added_tokens"]:
+                token["content"] = renamed.get(token["content"], token["content"])
+        backend = _load_json(json.dumps(spec).encode())
+        backend.encode_special_tokens = True
+        return backend
+
+    def encode(self, text: str, eos: bool = True, specials: bool = True) -> list[int]:
+        return self.encode_batch([text], eos, specials)[0]
+
+    def encode_batch(self, texts: Sequence[str], eos: bool = True, specials: bool = True) -> list[list[int]]:
+        backend = self._backend if specials else self._plain
+        rows = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [row.ids + [self.eos_id] * eos for row in rows]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        known = [int(id) for id in ids if 0 <= id < self.size]
+        return self._backend.decode(known, skip_special_tokens=skip_special)
+
+    def token(self, id: int) -> str:
+        return (self._backend.id_to_token(id) if id >= 0 else None) or f"<{id}>"
+
+
+class SentencePieceTokenizer:
+    """A spiece.model, with T5's extra ids behind its pieces."""
+
+    # Segments as Google's code and transformers 4 do. transformers 5 rebuilds the model in `tokenizers`:
+    # mT5's bytes are lost (a rare character becomes <unk>, a literal "<0x41>" the byte), U+0085 is a
+    # space, and of segmentations that are as good as equally likely it may take another.
+
+    def __init__(self, files: Files) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self.files = files
+        self._model = SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(files["spiece.model"])
+        except RuntimeError as error:
+            raise _corrupt("spiece.model", "a SentencePiece model", files["spiece.model"]) from error
+        # mT5's model holds its sentinels as pieces; behind T5's they are appended, the last one first.
+        settings, n_pieces = _settings(files), len(self._model)
+        n_extra = settings.get("extra_ids", 100 if self._piece_id("▁<extra_id_0>") is None else 0)
+        named = [(self._piece_id(token["content"]), token) for token in _special_tokens(settings)]
+        tokens = {id: token for id, token in named if id is not None}
+        tokens |= {n_pieces + n_extra - 1 - k: _extra_id(k) for k in range(n_extra)}
+        self._added = AddedTokens(files, tokens)
+        self.size = max(n_pieces, 1 + max(self._added.names))
+        self.pad_id, self.eos_id, self.unk_id = _role_ids(files, self._id)
+        self.sentinels = _sentinels(self._id)
+        # mT5 finds its sentinel pieces in ordinary text too; these spell the same text in smaller ones.
+        texts = [f"<extra_id_{k}" for k, id in enumerate(self.sentinels) if id < n_pieces]
+        spelled = [[*ids, self._model.piece_to_id(">")] for ids in self._model.encode(texts)]
+        self._respelled = dict(zip(self.sentinels, spelled))
+
+    def _piece_id(self, piece: str) -> int | None:
+        id = self._model.piece_to_id(piece)  # <unk>'s when there is no such piece
+        return id if self._model.id_to_piece(id) == piece else None
+
+    def _id(self, content: str) -> int | None:
+        return self._added.ids.get(content, self._piece_id(content))
+
+    def _spelling(self, id: int) -> bytes:
+        if not 0 <= id < len(self._model):
+            return b""
+        piece = self._model.id_to_piece(id)
+        return bytes.fromhex(piece[3:5]) if self._model.is_byte(id) else piece.replace("▁", " ").encode()
+
+    def encode(self, text: str, eos: bool = True, specials: bool = True) -> list[int]:
+        return self.encode_batch([text], eos, specials)[0]
+
+    def encode_batch(self, texts: Sequence[str], eos: bool = True, specials: bool = True) -> list[list[int]]:
+        rows = self._added.encode(texts, specials, self._model.encode)
+        if self._respelled and not specials:
+            rows = [[i for id in row for i in self._respelled.get(id, [id])] for row in rows]
+        return [row + [self.eos_id] * eos for row in rows]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        raw = self._added.decode(ids, skip_special, self._spelling)
+        return raw.decode(errors="replace").removeprefix(" ")  # the model puts a space before every text
+
+    def token(self, id: int) -> str:
+        piece = self._model.id_to_piece(id) if 0 <= id < len(self._model) else f"<{id}>"
+        return self._added.names.get(id, piece)
+
+
+class ByteTokenizer:
+    """ByT5: pad, eos, unk, the 256 bytes, and extra ids."""
+
+    pad_id, eos_id = 0, 1
+    unk_id: int | None = 2
+    # Google trained ByT5 on a vocabulary without extra ids, so its sentinels are the last ids there were:
+    # 258 (byte 0xFF), 257, … The <extra_id_0> = 259, … of transformers are untrained. UTF-8 never uses
+    # 0xF5 … 0xFF; from the twelfth sentinel on they share ids with bytes of text, as in Google's data.
+    sentinels = tuple(range(258, 158, -1))
+
+    def __init__(self, files: Files | None = None) -> None:
+        default = b'{"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}'
+        self.files = files or {"tokenizer_config.json": default}
+        settings = _settings(self.files)
+        # transformers lets the three swallow the spaces around them, unless the files say otherwise.
+        named = _special_tokens(settings)[:3]
+        tokens = {id: {"lstrip": True, "rstrip": True, **token} for id, token in enumerate(named)}
+        tokens |= {259 + k: _extra_id(k) for k in range(settings.get("extra_ids", 125))}
+        self._added = AddedTokens(self.files, tokens)
+        self.size = max(259, 1 + max(self._added.names))
+
+    def encode(self, text: str, eos: bool = True, specials: bool = True) -> list[int]:
+        return self.encode_batch([text], eos, specials)[0]
+
+    def encode_batch(self, texts: Sequence[str], eos: bool = True, specials: bool = True) -> list[list[int]]:
+        rows = self._added.encode(texts, specials, lambda parts: [[b + 3 for b in p.encode()] for p in parts])
+        # Unlike T5's, this tokenizer of transformers adds no second </s> to a text that ends in one.
+        return [row + [self.eos_id] * (eos and row[-1:] != [self.eos_id]) for row in rows]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        raw = self._added.decode(ids, skip_special, lambda id: bytes([id - 3]) if 3 <= id < 259 else b"")
+        return raw.decode(errors="ignore")
+
+    def token(self, id: int) -> str:
+        byte = f"<0x{id - 3:02X}>" if 3 <= id < 259 else f"<{id}>"
+        return self._added.names.get(id, chr(id - 3) if 35 <= id < 130 else byte)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer whose files a directory holds; None if it holds none."""
+    paths = [directory / name for name in VOCABULARIES + SETTINGS]
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    if not files:
+        return None
+    try:
+        if "tokenizer.json" in files:
+            return JsonTokenizer(files)
+        if "spiece.model" in files:
+            return SentencePieceTokenizer(files)
+        if _settings(files).get("tokenizer_class") == "ByT5Tokenizer":
+            return ByteTokenizer(files)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    raise ValueError(
+        f"{directory}: expected tokenizer.json, spiece.model or the tokenizer_class ByT5Tokenizer, got only "
+        f"{', '.join(files)}; transformers' save_pretrained writes a tokenizer.json"
+    )
+
+
+class AddedTokens:
+    """Tokens (pad, sentinels, a user's own) that are cut out of the raw text before the rest is segmented."""
+
+    def __init__(self, files: Files, tokens: dict[int, dict[str, Any]]) -> None:
+        settings = _settings(files)
+        added = {id: {"content": name} for name, id in _json_object(files, "added_tokens.json").items()}
+        numbered = {int(id): token for id, token in settings.get("added_tokens_decoder", {}).items()}
+        self._tokens = added | tokens | numbered
+        self.names: dict[int, str] = {id: token["content"] for id, token in self._tokens.items()}
+        self.ids = {name: id for id, name in self.names.items()}
+        named = {token["content"] for token in _special_tokens(settings)}
+        special = [name for name, id in self.ids.items() if name in named or self._tokens[id].get("special")]
+        self._special = {self.ids[name] for name in special}
+        self._patterns = [_any_of(self.ids.keys() - special), _any_of(self.ids)]
+
+    def encode(self, texts: Sequence[str], specials: bool, segment: Segment) -> list[list[int]]:
+        """Ids of each text, where `segment` gives those of the texts between added tokens."""
+        cuts = [self._patterns[specials].split(text) for text in texts]  # text, token, text, …, text
+        for parts in cuts:
+            for i in range(1, len(parts), 2):
+                token = self._tokens[self.ids[parts[i]]]
+                parts[i - 1] = parts[i - 1].rstrip() if token.get("lstrip") else parts[i - 1]
+                parts[i + 1] = parts[i + 1].lstrip() if token.get("rstrip") else parts[i + 1]
+        ids = iter(segment([text for parts in cuts for text in parts[::2]]))
+        rows = [[[self.ids[part]] if i % 2 else next(ids) for i, part in enumerate(parts)] for parts in cuts]
+        return [list(chain.from_iterable(row)) for row in rows]
+
+    def decode(self, ids: Iterable[int], skip_special: bool, spelling: Callable[[int], bytes]) -> bytes:
+        """The bytes of the ids, where `spelling` gives those of an id that is no added token."""
+        kept = [int(id) for id in ids if not (skip_special and id in self._special)]
+        return b"".join(self.names[id].encode() if id in self.names else spelling(id) for id in kept)
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")  # (?!) matches nowhere
+
+
+def _extra_id(k: int) -> dict[str, Any]:
+    return {"content": f"<extra_id_{k}>", "special": True}
+
+
+def _settings(files: Files) -> dict[str, Any]:
+    """tokenizer_config.json; in older directories special_tokens_map.json has the last word."""
+    config = _json_object(files, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _json_object(files, "special_tokens_map.json")
+    return config
+
+
+def _special_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The special tokens that the settings name, as dictionaries: pad, eos, unk, then the others."""
+    roles = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    values = [settings.get(role) or default for role, default in roles.items()]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = settings.get(key) or []
+        values += listed.values() if isinstance(listed, dict) else listed
+    return [value if isinstance(value, dict) else {"content": value} for value in values]
+
+
+def _role_ids(files: Files, lookup: Callable[[str], int | None]) -> tuple[int, int, int | None]:
+    names = [token["content"] for token in _special_tokens(_settings(files))[:3]]
+    pad, eos, unk = map(lookup, names)
+    if pad is None or eos is None:
+        raise ValueError(
+            f"expected ids for the pad and eos tokens, got {names[0]}: {pad}, {names[1]}: {eos}; "
+            "name tokens of the vocabulary as pad_token and eos_token in tokenizer_config.json"
+        )
+    return pad, eos, unk
+
+
+def _sentinels(lookup: Callable[[str], int | None]) -> tuple[int, ...]:
+    """Ids of <extra_id_0>, <extra_id_1>, … up to the first that is missing; mT5's pieces begin a word."""
+    prefix = "" if lookup("▁<extra_id_0>") is None else "▁"
+    ids: list[int] = []
+    while (id := lookup(f"{prefix}<extra_id_{len(ids)}>")) is not None:
+        ids.append(id)
+    return tuple(ids)
+
+
+def _load_json(content: bytes) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_buffer(content)
+    except ValueError as error:
+        raise _corrupt("tokenizer.json", f"a file of the tokenizers library ({error})", content) from error
+    # A file saved after training may carry a length to cut or pad to.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _json_object(files: Files, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(files.get(name, b"{}"))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise _corrupt(name, "a JSON object", files[name])
+    return value
+
+
+def _corrupt(name: str, expected: str, content: bytes) -> ValueError:
+    got = f"{len(content)} bytes that begin with {content[:40]!r}"
+    return ValueError(f"{name}: expected {expected}, got {got}; download the file again")

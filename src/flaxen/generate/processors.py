@@ -1,0 +1,114 @@
+"""Functions on logits: each forbids or favours tokens. Order and meaning are transformers'."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from flaxen.generate.options import Options
+
+FORBIDDEN = -jnp.inf
+
+
+class Context(NamedTuple):
+    """What a processor may look at: all tokens so far, the start token first."""
+
+    tokens: Int[Array, "B G T"]
+    length: Int[Array, ""]  # tokens so far
+    numbers: dict[str, Array]  # values of the options
+
+    @property
+    def new(self) -> Array:
+        """Tokens generated so far."""
+        return self.length - 1
+
+
+Processor = Callable[[Float[Array, "B G V"], Context], Float[Array, "B G V"]]
+
+
+def processors(options: Options, eos: tuple[int, ...], sampling: bool) -> list[Processor]:
+    """The processors that `options` turn on, in transformers' order."""
+    active: list[Processor] = []
+    if options.repetition_penalty is not None:
+        active.append(penalise_repetition)
+    if options.no_repeat_ngram_size:
+        active.append(lambda logits, context: forbid_ngrams(logits, context, options.no_repeat_ngram_size))
+    if options.bad_words_ids:
+        words = [word for word in options.bad_words_ids if word not in [(one,) for one in eos]]
+        active.append(lambda logits, context: forbid_words(logits, context, words))
+    if options.min_new_tokens and eos:
+        active.append(lambda logits, context: forbid_end(logits, context, eos))
+    if options.forced_bos_token_id is not None:
+        bos = options.forced_bos_token_id
+        active.append(lambda logits, context: force(logits, bos, context.new == 0))
+    if options.forced_eos_token_id is not None:
+        end = options.forced_eos_token_id
+        active.append(lambda logits, context: force(logits, end, context.new == context.numbers["max_new_tokens"] - 1))
+    if sampling:
+        active.append(lambda logits, context: narrow(logits, context, options))
+    return active
+
+
+def penalise_repetition(logits: Array, context: Context) -> Array:
+    penalty = context.numbers["repetition_penalty"]
+    past = jnp.arange(context.tokens.shape[-1]) < context.length
+    seen = jax.vmap(jax.vmap(lambda ids: jnp.zeros(logits.shape[-1], bool).at[ids].max(past)))(context.tokens)
+    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def forbid_ngrams(logits: Array, context: Context, n: int) -> Array:
+    """The token that would complete an n-gram seen before."""
+    size = context.tokens.shape[-1]
+    if size < n:
+        return logits
+
+    def one(row: Array, ids: Array) -> Array:
+        prefix = jax.lax.dynamic_slice_in_dim(ids, context.length - (n - 1), n - 1)
+        starts = jnp.arange(size - n + 1)
+        same = jnp.all(ids[starts[:, None] + jnp.arange(n - 1)] == prefix, axis=-1)
+        again = same & (starts + n - 1 < context.length)
+        return row.at[ids[starts + n - 1]].min(jnp.where(again, FORBIDDEN, jnp.inf))
+
+    return jnp.where(context.length >= n - 1, jax.vmap(jax.vmap(one))(logits, context.tokens), logits)
+
+
+def forbid_words(logits: Array, context: Context, words: list[tuple[int, ...]]) -> Array:
+    """The last token of a bad word whose other tokens have just been said."""
+    for word in words:
+        n = len(word) - 1
+        last = jax.lax.dynamic_slice_in_dim(context.tokens, context.length - n, n, axis=-1) if n else context.tokens[..., :0]
+        hit = jnp.all(last == jnp.asarray(word[:-1], jnp.int32), axis=-1) & (n <= context.length)
+        logits = logits.at[..., word[-1]].min(jnp.where(hit, FORBIDDEN, jnp.inf))
+    return logits
+
+
+def forbid_end(logits: Array, context: Context, eos: tuple[int, ...]) -> Array:
+    early = context.new < context.numbers["min_new_tokens"]
+    return logits.at[..., jnp.asarray(eos)].min(jnp.where(early, FORBIDDEN, jnp.inf))
+
+
+def force(logits: Array, token: int, now: Array) -> Array:
+    only = jnp.where(jnp.arange(logits.shape[-1]) == token, 0.0, FORBIDDEN)
+    return jnp.where(now, only, logits)
+
+
+def narrow(logits: Array, context: Context, options: Options) -> Array:
+    """Temperature, then top-k, top-p and min-p: each keeps the tokens above a threshold."""
+    if options.temperature is not None:
+        logits = logits / context.numbers["temperature"]
+    k = logits.shape[-1] if options.top_k == 0 else min(50 if options.top_k is None else options.top_k, logits.shape[-1])
+    if k < logits.shape[-1] or options.top_p is not None:
+        best = jax.lax.top_k(logits, k)[0]
+        threshold = best[..., -1:]
+        if options.top_p is not None:
+            weights = jax.nn.softmax(best, axis=-1)
+            kept = jnp.cumsum(weights, axis=-1) - weights < context.numbers["top_p"]
+            threshold = jnp.min(jnp.where(kept, best, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= threshold, logits, FORBIDDEN)
+    if options.min_p is not None:
+        floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(context.numbers["min_p"])
+        logits = jnp.where(logits >= floor, logits, FORBIDDEN)
+    return logits

@@ -1,0 +1,193 @@
+"""Greedy search, sampling and beam search over anything that decodes one token at a time.
+
+B inputs × G sequences of each (beams, or samples) grow in step. A search is a NamedTuple of arrays and a pure
+function that takes it one token further; `advance` runs that function inside one compiled loop, to the end or, for
+streaming, token by token with the same executable.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from flaxen.generate.options import Options
+from flaxen.generate.processors import Context, processors
+
+DEAD = -1e9  # the score of a beam that does not exist; finite as transformers' is, so that ties fall alike
+
+
+class Decodes(Protocol):
+    """All that the generator knows of a model."""
+
+    def start(self, inputs: Any, length: int, beams: int) -> tuple[Int[Array, "B G"], Any]:
+        """The first tokens, and a state with room for `length` of them."""
+        ...
+
+    def step(self, tokens: Int[Array, "B G"], state: Any) -> tuple[Float[Array, "B G V"], Any]:
+        """The logits of what follows `tokens`."""
+        ...
+
+    def select(self, state: Any, beams: Int[Array, "B G"]) -> Any:
+        """Let sequence g go on from what was sequence beams[b, g]."""
+        ...
+
+
+class Sampling(NamedTuple):
+    """Greedy search and sampling in progress."""
+
+    state: Any
+    tokens: Int[Array, "B G T"]  # the start token, then what was generated
+    logprobs: Float[Array, "B G T"]  # of the model itself, before processors
+    length: Int[Array, ""]
+    done: Bool[Array, "B G"]
+    rows: Int[Array, "B"]  # which input each row is: noise depends on it and not on the batch
+
+
+class Beams(NamedTuple):
+    """Beam search in progress: running beams, the best finished ones, and whether these can still be beaten."""
+
+    state: Any
+    tokens: Int[Array, "B G T"]
+    logprobs: Float[Array, "B G T"]
+    length: Int[Array, ""]
+    scores: Float[Array, "B G"]
+    finished_tokens: Int[Array, "B G T"]
+    finished_logprobs: Float[Array, "B G T"]
+    finished_scores: Float[Array, "B G"]
+    finished: Bool[Array, "B G"]
+    open: Bool[Array, "B"]
+
+
+@partial(jax.jit, static_argnames=("decoding", "room", "options", "pad"))
+def begin(
+    decoding: Callable[[Any], Decodes], model: Any, inputs: Any, rows: Array, room: int, options: Options, pad: int
+) -> Sampling | Beams:
+    """A search with room for `room` tokens. Rows of -1 are padding of the batch: they count as finished."""
+    first, state = decoding(model).start(inputs, room, options.beams)
+    tokens = jnp.full((*first.shape, room + 1), pad, jnp.int32).at[:, :, 0].set(first)
+    logprobs = jnp.zeros(tokens.shape, jnp.float32)
+    idle, length = rows < 0, jnp.ones((), jnp.int32)
+    if options.num_beams == 1:
+        return Sampling(state, tokens, logprobs, length, jnp.broadcast_to(idle[:, None], first.shape), rows)
+    # Only the first beam lives at the start; the others would repeat it.
+    scores = jnp.broadcast_to(jnp.where(jnp.arange(options.num_beams) == 0, 0.0, DEAD), first.shape)
+    finished = jnp.broadcast_to(idle[:, None], first.shape)
+    worst = jnp.full(first.shape, DEAD)
+    return Beams(state, tokens, logprobs, length, scores, tokens, logprobs, worst, finished, ~idle)
+
+
+@partial(jax.jit, static_argnames=("decoding", "options", "eos", "pad"), donate_argnames=("search",))
+def advance(
+    decoding: Callable[[Any], Decodes],
+    model: Any,
+    search: Sampling | Beams,
+    until: Int[Array, ""],
+    numbers: dict[str, Array],
+    options: Options,
+    eos: tuple[int, ...],
+    pad: int,
+) -> Sampling | Beams:
+    """The search with `until` tokens generated, or fewer if it ended before."""
+    decodes = decoding(model)
+    step = _sampling_step if isinstance(search, Sampling) else _beam_step
+    body = lambda search: step(decodes, search, numbers, options, eos, pad)  # noqa: E731
+    return lax.while_loop(lambda search: (search.length <= until) & ~ended(search, options), body, search)
+
+
+def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
+    """Nothing left to do before the length limit."""
+    if isinstance(search, Sampling):
+        return jnp.all(search.done)
+    full = jnp.all(search.finished) if options.early_stopping is True else jnp.zeros((), bool)
+    return ~jnp.any(search.open) | full
+
+
+def _sampling_step(
+    decodes: Decodes, search: Sampling, numbers: dict[str, Array], options: Options, eos: tuple[int, ...], pad: int
+) -> Sampling:
+    at = search.length
+    logits, state = decodes.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
+    shaped = _process(logits, search.tokens, at, numbers, options, eos)
+    if options.do_sample:
+        key = jax.random.fold_in(jax.random.key(numbers["seed"]), at)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(search.rows)
+        shaped = shaped + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    chosen = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
+    gold = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0]
+    logprob = jnp.where(search.done, 0.0, gold - jax.nn.logsumexp(logits, axis=-1))
+    chosen = jnp.where(search.done, pad, chosen)
+    return search._replace(
+        state=state,
+        tokens=lax.dynamic_update_index_in_dim(search.tokens, chosen, at, 2),
+        logprobs=lax.dynamic_update_index_in_dim(search.logprobs, logprob, at, 2),
+        length=at + 1,
+        done=search.done | _is_end(chosen, eos),
+    )
+
+
+def _beam_step(
+    decodes: Decodes, search: Beams, numbers: dict[str, Array], options: Options, eos: tuple[int, ...], pad: int
+) -> Beams:
+    at, n = search.length, options.num_beams
+    limit, penalty = numbers["max_new_tokens"], numbers.get("length_penalty", jnp.ones(()))
+    logits, state = decodes.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    shaped = _process(logprobs, search.tokens, at, numbers, options, eos)
+
+    # Enough candidates that `n` of them go on even if as many end.
+    totals = (shaped + search.scores[..., None]).reshape(len(logits), -1)
+    totals, index = lax.top_k(totals, max(2, 1 + len(eos)) * n)
+    parent, token = index // logits.shape[-1], (index % logits.shape[-1]).astype(jnp.int32)
+    gained = jnp.take_along_axis(logprobs.reshape(len(logits), -1), index, axis=1)
+    tokens = lax.dynamic_update_index_in_dim(_pick(search.tokens, parent), token, at, 2)
+    history = lax.dynamic_update_index_in_dim(_pick(search.logprobs, parent), gained, at, 2)
+    ends = _is_end(token, eos) | (at >= limit)
+
+    # The best `n` that have not ended run on.
+    running, order = lax.top_k(totals + ends * DEAD, n)
+    # Only the best `n` candidates may finish, and only in a row that is still open.
+    full = jnp.all(search.finished, axis=1) & (options.early_stopping is True)
+    may = ends & (jnp.arange(ends.shape[1]) < n)
+    scores = totals / at.astype(jnp.float32) ** penalty + DEAD * (~may + (full | ~search.open)[:, None].astype(jnp.float32))
+    best, keep = lax.top_k(jnp.concatenate([search.finished_scores, scores], axis=1), n)
+    merge = lambda old, new: _pick(jnp.concatenate([old, new], axis=1), keep)  # noqa: E731
+    finished = merge(search.finished, may)
+
+    # Can a running beam still beat the worst finished one?
+    reach = jnp.where((options.early_stopping == "never") & (penalty > 0.0), limit, at).astype(jnp.float32)
+    hope = running[:, :1] / reach**penalty
+    worst = jnp.where(finished, jnp.min(best, axis=1, keepdims=True), DEAD)
+    return Beams(
+        state=decodes.select(state, _pick(parent, order)),
+        tokens=_pick(tokens, order),
+        logprobs=_pick(history, order),
+        length=at + 1,
+        scores=running,
+        finished_tokens=merge(search.finished_tokens, tokens),
+        finished_logprobs=merge(search.finished_logprobs, history),
+        finished_scores=best,
+        finished=finished,
+        open=search.open & jnp.any(hope > worst, axis=1),
+    )
+
+
+def _process(
+    logits: Array, tokens: Array, length: Array, numbers: dict[str, Array], options: Options, eos: tuple[int, ...]
+) -> Array:
+    context = Context(tokens, length, numbers)
+    for process in processors(options, eos, sampling=options.do_sample):
+        logits = process(logits, context)
+    return logits
+
+
+def _is_end(tokens: Array, eos: tuple[int, ...]) -> Array:
+    return jnp.isin(tokens, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros(tokens.shape, bool)
+
+
+def _pick(a: Array, index: Int[Array, "B K"]) -> Array:
+    """a[b, index[b, k]]"""
+    return jnp.take_along_axis(a, index.reshape(*index.shape, *[1] * (a.ndim - 2)), axis=1)

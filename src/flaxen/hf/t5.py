@@ -1,0 +1,171 @@
+"""T5, mT5 and ByT5 in Hugging Face's files: configuration fields and weight names, both directions."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from flaxen.errors import InputError, nearest
+from flaxen.hf.files import Tensors
+from flaxen.hf.weightmap import Row
+from flaxen.models.t5 import Config
+
+MODEL_TYPES = ("t5", "mt5")
+
+# config.json's name -> ours, for fields that mean the same on both sides.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "d_model": "d_model",
+    "d_kv": "d_head",
+    "d_ff": "d_ff",
+    "num_layers": "n_layers",
+    "num_decoder_layers": "n_decoder_layers",
+    "num_heads": "n_heads",
+    "relative_attention_num_buckets": "n_buckets",
+    "relative_attention_max_distance": "max_distance",
+    "layer_norm_epsilon": "epsilon",
+    "dropout_rate": "dropout",
+    "initializer_factor": "factor",
+    "pad_token_id": "pad_id",
+    "decoder_start_token_id": "start_id",
+}
+# What a missing field means, where the families differ from t5-small.
+MT5_DEFAULTS = {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6}
+
+# Fields that say nothing about the arithmetic of this model, whatever their value.
+SILENT = {
+    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path",
+    "tokenizer_class", "task_specific_params", "n_positions", "output_past", "use_cache", "id2label", "label2id",
+    "num_labels", "problem_type", "classifier_dropout", "output_attentions", "output_hidden_states", "return_dict",
+    "bos_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "finetuning_task", "max_length",
+    "gradient_checkpointing", "dense_act_fn", "is_gated_act", "feed_forward_proj", "eos_token_id",
+    "tie_word_embeddings", "scale_decoder_outputs", "generation_config",
+}  # fmt: skip
+# Fields that would change the arithmetic: only these values are the model that we compute.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (True,),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "chunk_size_feed_forward": (0,),
+    "torchscript": (False,),
+    "use_bfloat16": (False,),
+    "quantization_config": (None,),
+}
+
+
+def read_config(json: dict[str, Any], tensors: Tensors) -> Config:
+    """config.json as our Config. Whether the head is tied is seen in the weights: transformers 4 and 5 disagree in words."""
+    problems = []
+    for name, value in json.items():
+        if name in FIXED:
+            if value not in FIXED[name]:
+                problems.append(f"{name}={value!r} is not supported; only {FIXED[name][0]!r} is")
+        elif name not in FIELDS and name not in SILENT and value is not None:
+            problems.append(f"unknown field {name}={value!r}{nearest(name, [*FIELDS, *FIXED])}")
+    kind = json.get("model_type", "t5")
+    known = {ours: json[theirs] for theirs, ours in FIELDS.items() if json.get(theirs) is not None}
+    fields: dict[str, Any] = {**(MT5_DEFAULTS if kind == "mt5" else {}), **known}
+    for name, value in fields.items():
+        want = type(getattr(Config, name))
+        if isinstance(value, bool) or not isinstance(value, (int, float) if want is float else want):
+            problems.append(f"{name} must be {want.__name__}, got {value!r}")
+    if problems:
+        raise InputError("config.json asks for what flaxen does not compute:\n  " + "\n  ".join(problems))
+    fields.setdefault("n_decoder_layers", fields.get("n_layers", Config.n_layers))
+    fields["activation"], fields["gated"] = _read_activation(json.get("feed_forward_proj", _default_mlp(kind)))
+    eos = json.get("eos_token_id", 1)
+    fields["eos_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    fields["tied"] = "lm_head.weight" not in tensors or _same(tensors, "lm_head.weight", "shared.weight")
+    fields["scaled"] = _scaled(json, kind)
+    fields["family"] = kind
+    try:
+        return Config(**fields)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"config.json: {error}") from None
+
+
+def _default_mlp(kind: str) -> str:
+    return "gated-gelu" if kind == "mt5" else "relu"
+
+
+def _scaled(json: dict[str, Any], kind: str) -> bool:
+    """transformers 5 ties every T5 in its config and keeps the truth about the scale in a field of its own."""
+    if json.get("scale_decoder_outputs") is not None:
+        return bool(json["scale_decoder_outputs"])
+    major = str(json.get("transformers_version", "4")).split(".")[0]
+    if kind == "mt5" and major.isdigit() and int(major) >= 5:
+        return False
+    return bool(json.get("tie_word_embeddings", True))
+
+
+def _same(tensors: Tensors, a: str, b: str) -> bool:
+    return b in tensors and tensors.shape(a) == tensors.shape(b) and np.array_equal(tensors[a], tensors[b])
+
+
+def _read_activation(projection: str) -> tuple[str, bool]:
+    gated, name = projection.startswith("gated-"), projection.removeprefix("gated-")
+    # 'gated-gelu' has always meant the tanh form; plain 'gelu' is exact.
+    return ("gelu_new" if projection == "gated-gelu" else name), gated
+
+
+def write_config(config: Config, dtype: str) -> dict[str, Any]:
+    """A config.json that transformers 4, 5 and its late Flax classes all read as the same model."""
+    fields = dataclasses.asdict(config)
+    name = "gelu" if config.gated and config.activation == "gelu_new" else config.activation
+    eos = list(config.eos_ids)
+    return {
+        **{theirs: fields[ours] for theirs, ours in FIELDS.items()},
+        "architectures": [{"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}[config.family]],
+        "model_type": config.family,
+        "is_encoder_decoder": True,
+        "feed_forward_proj": f"gated-{name}" if config.gated else name,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        # Version 4 reads the scale from the first, version 5 from the second; the head is written out if unscaled.
+        "tie_word_embeddings": config.scaled,
+        "scale_decoder_outputs": config.scaled,
+        "torch_dtype": dtype,
+    }
+
+
+def rows(config: Config) -> list[Row]:
+    """Every leaf of a T5 and its tensor."""
+    mlp = {"gate": "wi_0", "wi": "wi_1", "wo": "wo"} if config.gated else {"wi": "wi", "wo": "wo"}
+    table = [Row("embedding.weight", "shared.weight")]
+    if not config.tied:
+        table.append(Row("head.weight", "lm_head.weight"))
+    for stack, parts in (
+        ("encoder", (("attention", "SelfAttention"), ("mlp", "DenseReluDense"))),
+        ("decoder", (("attention", "SelfAttention"), ("cross", "EncDecAttention"), ("mlp", "DenseReluDense"))),
+    ):
+        for at, (ours, theirs) in enumerate(parts):
+            block = f"{stack}.block.{{i}}.layer.{at}"
+            table.append(Row(f"{stack}.layers.{ours}_norm.weight", f"{block}.layer_norm.weight"))
+            if ours == "mlp":
+                for mine, yours in mlp.items():
+                    pattern = "d f -> f d"
+                    table.append(Row(f"{stack}.layers.mlp.{mine}.weight", f"{block}.{theirs}.{yours}.weight", pattern))
+                continue
+            for part in "qkv":
+                table.append(
+                    Row(f"{stack}.layers.{ours}.{part}.weight", f"{block}.{theirs}.{part}.weight", "(n h) d -> d n h")
+                )
+            table.append(Row(f"{stack}.layers.{ours}.o.weight", f"{block}.{theirs}.o.weight", "d (n h) -> n h d"))
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        table += [Row(f"{stack}.bias.weight", bias), Row(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight")]
+    return table
+
+
+def spare(config: Config, name: str, tensors: Tensors) -> bool:
+    """True for a tensor that a file may carry and the model does not need: a copy of the table, an unused bias."""
+    if name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
+        return _same(tensors, name, "shared.weight")
+    return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+def tied_copies(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """An unscaled tied head is written out: version 4 would take a missing one for a scaled model."""
+    if config.tied and not config.scaled:
+        return {**tensors, "lm_head.weight": tensors["shared.weight"]}
+    return tensors

@@ -1,0 +1,288 @@
+"""T5 1.0 and 1.1, Flan-T5, mT5, ByT5: one encoder-decoder, told apart by its Config."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from flaxen.nn.attention import MASKED, Attention, Plan, attend_plain
+from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout
+from flaxen.nn.loss import Sums, cross_entropy
+from flaxen.nn.param import stacked
+from flaxen.nn.position import RelativeBias
+from flaxen.nn.stack import run, unstack
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches of a T5. The defaults are t5-small's."""
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_head: int = 64
+    d_ff: int = 2048
+    n_layers: int = 6
+    n_decoder_layers: int = 6
+    n_heads: int = 8
+    n_buckets: int = 32
+    max_distance: int = 128
+    activation: str = "relu"
+    gated: bool = False
+    tied: bool = True  # the head is the embedding table
+    scaled: bool = True  # hidden states times d_model^-0.5 before the head: what T5 1.0's tying needs
+    epsilon: float = 1e-6
+    dropout: float = 0.1
+    factor: float = 1.0  # of every initial standard deviation
+    pad_id: int = 0
+    eos_ids: tuple[int, ...] = (1,)
+    start_id: int = 0
+    family: str = "t5"  # or "mt5": the name that config.json gives the same arithmetic
+    compute: str = "float32"  # dtype of products and of what layers hand on; the residual stream stays f32
+    scan: bool = True
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "d_head", "d_ff", "n_layers", "n_decoder_layers", "n_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.n_buckets < 4 or self.n_buckets % 4:
+            raise ValueError(f"n_buckets must be a positive multiple of 4, got {self.n_buckets}")
+        if self.max_distance <= self.n_buckets // 2:
+            raise ValueError(f"max_distance must exceed n_buckets / 2, got {self.max_distance}")
+        if self.compute not in ("float32", "bfloat16"):
+            raise ValueError(f"compute must be float32 or bfloat16, got {self.compute!r}")
+        for name in ("pad_id", "start_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size}")
+
+
+def _presets() -> dict[str, Config]:
+    v1 = Config()
+    v1_1 = dataclasses.replace(v1, activation="gelu_new", gated=True, tied=False, scaled=False)
+    size = lambda base, d, ff, layers, heads, decoder=None, head=64, **more: dataclasses.replace(  # noqa: E731
+        base, d_model=d, d_ff=ff, n_layers=layers, n_decoder_layers=decoder or layers, n_heads=heads, d_head=head, **more
+    )
+    table = {
+        "t5-small": v1,
+        "t5-base": size(v1, 768, 3072, 12, 12),
+        "t5-large": size(v1, 1024, 4096, 24, 16),
+        "t5-3b": size(v1, 1024, 16384, 24, 32, head=128),
+        "t5-11b": size(v1, 1024, 65536, 24, 128, head=128),
+        "t5-v1_1-small": size(v1_1, 512, 1024, 8, 6),
+        "t5-v1_1-base": size(v1_1, 768, 2048, 12, 12),
+        "t5-v1_1-large": size(v1_1, 1024, 2816, 24, 16),
+        "t5-v1_1-xl": size(v1_1, 2048, 5120, 24, 32),
+        "t5-v1_1-xxl": size(v1_1, 4096, 10240, 24, 64),
+    }
+    for name in ("small", "base", "large", "xl", "xxl"):
+        table[f"flan-t5-{name}"] = table[f"t5-v1_1-{name}"]
+        table[f"mt5-{name}"] = dataclasses.replace(table[f"t5-v1_1-{name}"], vocab_size=250112)
+    # ByT5 spends its parameters in the encoder: three times as deep as the decoder.
+    for name, d, ff, layers, decoder, heads in (
+        ("small", 1472, 3584, 12, 4, 6),
+        ("base", 1536, 3968, 18, 6, 12),
+        ("large", 1536, 3840, 36, 12, 16),
+        ("xl", 2560, 6720, 36, 12, 32),
+        ("xxl", 4672, 12352, 36, 12, 64),
+    ):
+        table[f"byt5-{name}"] = size(v1_1, d, ff, layers, heads, decoder, vocab_size=384)
+    return table
+
+
+PRESETS = _presets()
+
+
+class Layer(nnx.Module):
+    """One block: self-attention, cross-attention in a decoder, feed-forward; each behind a norm, around a residual."""
+
+    def __init__(self, config: Config, decoder: bool):
+        c = config
+        norm = partial(RMSNorm, c.d_model, c.epsilon, c.factor)
+        attention = partial(Attention, c.d_model, c.n_heads, c.d_head, c.factor)
+        self.attention, self.attention_norm = attention(), norm()
+        self.cross, self.cross_norm = (attention(), norm()) if decoder else (None, None)
+        self.mlp, self.mlp_norm = MLP(c.d_model, c.d_ff, c.activation, c.gated, c.factor), norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        plan: Plan,
+        source: tuple[Float[Array, "B S D"], Plan] | None,
+        rate: float,
+        dtype: jnp.dtype,
+        key: Array | None,
+    ) -> Float[Array, "B T D"]:
+        keys = [None] * 6 if key is None else list(jax.random.split(key, 6))
+        h = self.attention_norm(x, dtype)
+        x = x + dropout(self.attention(h, h, plan, keys[0]), rate, keys[1])
+        if self.cross is not None and self.cross_norm is not None and source is not None:
+            h = self.cross_norm(x, dtype)
+            x = x + dropout(self.cross(h, *source, keys[2]), rate, keys[3])
+        h = self.mlp_norm(x, dtype)
+        return x + dropout(self.mlp(h, rate, keys[4]), rate, keys[5])
+
+
+class Stack(nnx.Module):
+    """Layers of one kind, their shared relative bias and the final norm."""
+
+    def __init__(self, config: Config, decoder: bool):
+        c = config
+        self.layers = stacked(Layer(c, decoder), c.n_decoder_layers if decoder else c.n_layers)
+        self.bias = RelativeBias(c.n_heads, c.n_buckets, c.max_distance, not decoder, c.factor * c.d_model**-0.5)
+        self.norm = RMSNorm(c.d_model, c.epsilon, c.factor)
+        self.config, self.causal = config, decoder
+
+    def plan(self, length: int, valid: Bool[Array, "B T"] | None) -> Plan:
+        bias = self.bias(jnp.arange(1 - length, length))
+        return Plan(valid, bias, self.causal, self.config.dropout)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        valid: Bool[Array, "B T"] | None,
+        source: tuple[Float[Array, "B S D"], Plan] | None,
+        key: Array | None,
+    ) -> Float[Array, "B T D"]:
+        c, dtype = self.config, jnp.dtype(self.config.compute)
+        plan = self.plan(x.shape[1], valid)
+        keys = (None, None, None) if key is None else tuple(jax.random.split(key, 3))
+        x = dropout(x.astype(jnp.float32), c.dropout, keys[0])
+        body = lambda layer, x, key: layer(x, plan, source, c.dropout, dtype, key)  # noqa: E731
+        x = run(body, self.layers, x, keys[1], scan=c.scan, remat=c.remat)
+        return dropout(self.norm(x, dtype), c.dropout, keys[2])
+
+
+class T5(nnx.Module):
+    """Text in, text out. Token ids are int32; `valid` is True for real tokens, None when all are."""
+
+    def __init__(self, config: Config):
+        self.embedding = Embedding(config.vocab_size, config.d_model, std=config.factor)
+        self.encoder = Stack(config, decoder=False)
+        self.decoder = Stack(config, decoder=True)
+        # Mesh TensorFlow's law, d_model^-0.5; Hugging Face starts an untied head at 1, and training from it diverges.
+        head = Embedding(config.vocab_size, config.d_model, std=config.factor * config.d_model**-0.5)
+        self.head = None if config.tied else head
+        self.config = config
+
+    def encode(
+        self, ids: Int[Array, "B S"], valid: Bool[Array, "B S"] | None = None, key: Array | None = None
+    ) -> Float[Array, "B S D"]:
+        return self.encoder(self.embedding(ids), valid, None, key)
+
+    def decode(
+        self,
+        ids: Int[Array, "B T"],
+        source: Float[Array, "B S D"],
+        valid: Bool[Array, "B S"] | None = None,
+        key: Array | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states that the head turns into logits."""
+        hidden = self.decoder(self.embedding(ids), None, (source, Plan(valid, rate=self.config.dropout)), key)
+        return self.scale(hidden)
+
+    def logits(
+        self, input_ids: Int[Array, "B S"], decoder_ids: Int[Array, "B T"], valid: Bool[Array, "B S"] | None = None
+    ) -> Float[Array, "B T V"]:
+        return self.output_head.logits(self.decode(decoder_ids, self.encode(input_ids, valid), valid))
+
+    def loss(
+        self,
+        input_ids: Int[Array, "B S"],
+        labels: Int[Array, "B T"],
+        valid: Bool[Array, "B S"] | None = None,
+        *,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, ""], Sums]:
+        """The mean over labels that are not negative, and the sums behind it. Decoder inputs are the labels, shifted."""
+        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        weights = (labels >= 0).astype(jnp.float32)
+        labels = jnp.where(labels >= 0, labels, self.config.pad_id)
+        shifted = jnp.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
+        hidden = self.decode(shifted, self.encode(input_ids, valid, keys[0]), valid, keys[1])
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        sums = cross_entropy(flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), smoothing, z_loss)
+        return sums.loss / jnp.maximum(sums.weight, 1.0), sums
+
+    @property
+    def output_head(self) -> Embedding:
+        return self.embedding if self.head is None else self.head
+
+    def scale(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype) if self.config.scaled else hidden
+
+
+class State(NamedTuple):
+    """All that decoding carries from token to token, for B inputs × G beams (or samples) of each."""
+
+    layers: tuple[tuple[Array, Array], ...]  # keys and values [B, N, T, G, H], filled up to `position`
+    source: tuple[tuple[Array, Array], ...]  # of the encoder's output [B, N, S, H]: once per input, not per beam
+    valid: Bool[Array, "B S"]
+    writer: Int[Array, "B G T"]  # which beam wrote the key that beam g reads at position t
+    position: Int[Array, ""]
+
+
+class Decoding:
+    """A T5 one token at a time: the `Decodes` protocol of flaxen.generate."""
+
+    def __init__(self, model: T5):
+        self.model = model
+        # Unrolled, because a scan over layers would copy the caches; here, because that is outside the token loop.
+        self.layers = unstack(model.decoder.layers)
+
+    def start(
+        self, inputs: tuple[Int[Array, "B S"], Bool[Array, "B S"]], length: int, beams: int
+    ) -> tuple[Int[Array, "B G"], State]:
+        """The first decoder token of every beam, and a state with room for `length` tokens."""
+        (ids, valid), c = inputs, self.model.config
+        source = self.model.encode(ids, valid)
+        room = jnp.zeros((ids.shape[0], c.n_heads, length, beams, c.d_head), source.dtype)
+        return jnp.full((ids.shape[0], beams), c.start_id, jnp.int32), State(
+            layers=tuple((room, room) for _ in self.layers),
+            source=tuple(layer.cross.keys_values(source) for layer in self.layers),
+            valid=valid,
+            writer=jnp.broadcast_to(jnp.arange(beams)[:, None], (ids.shape[0], beams, length)),
+            position=jnp.zeros((), jnp.int32),
+        )
+
+    def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
+        """The logits after `tokens`, which stand at `state.position`."""
+        model, dtype = self.model, jnp.dtype(self.model.config.compute)
+        length, beams = state.writer.shape[2], tokens.shape[1]
+        time = jnp.arange(length)
+        past = model.decoder.bias(time - state.position)[None, :, None, :, None]  # [1, N, 1, T, 1]
+        # A beam reads a key if the beam that wrote it is its ancestor: reordering beams moves no keys.
+        mine = (state.writer[..., None] == jnp.arange(beams)) & (time <= state.position)[:, None]  # [B, G, T, G]
+        own = (past + jnp.where(mine, 0.0, MASKED)[:, None]).reshape(len(tokens), -1, beams, length * beams)
+        other = jnp.where(state.valid, 0.0, MASKED)[:, None, None]
+        x = model.embedding(tokens).astype(jnp.float32)
+        caches = []
+        for layer, (keys, values), source in zip(self.layers, state.layers, state.source):
+            h = layer.attention_norm(x, dtype)
+            k, v = (a[:, :, None] for a in layer.attention.keys_values(h))
+            keys = lax.dynamic_update_slice_in_dim(keys, k, state.position, 2)
+            values = lax.dynamic_update_slice_in_dim(values, v, state.position, 2)
+            flat = (*keys.shape[:2], length * beams, keys.shape[-1])
+            y = attend_plain(layer.attention.query(h), keys.reshape(flat), values.reshape(flat), own)
+            x = x + layer.attention.output(y)
+            h = layer.cross_norm(x, dtype)
+            x = x + layer.cross.output(attend_plain(layer.cross.query(h), *source, other))
+            x = x + layer.mlp(layer.mlp_norm(x, dtype), 0.0, None)
+            caches.append((keys, values))
+        logits = model.output_head.logits(model.scale(model.decoder.norm(x, dtype)))
+        return logits, state._replace(layers=tuple(caches), position=state.position + 1)
+
+    def select(self, state: State, beams: Int[Array, "B G"]) -> State:
+        """Beam g goes on from what was beam beams[b, g]."""
+        writer = jnp.take_along_axis(state.writer, beams[:, :, None], axis=1)
+        ahead = jnp.arange(writer.shape[2]) >= state.position
+        return state._replace(writer=jnp.where(ahead, jnp.arange(writer.shape[1])[:, None], writer))

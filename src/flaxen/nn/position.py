@@ -1,0 +1,41 @@
+"""T5's relative positions: distances fall into buckets, each bucket has a bias per head."""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from flaxen.nn.param import normal
+
+
+def bucket(distance: Int[Array, "*R"], bidirectional: bool, n_buckets: int, max_distance: int) -> Int[Array, "*R"]:
+    """The bucket of distance = key position - query position: exact when near, logarithmic up to max_distance."""
+    if bidirectional:
+        n_buckets //= 2
+        side = jnp.where(distance > 0, n_buckets, 0)
+        distance = jnp.abs(distance)
+    else:
+        side = 0
+        distance = jnp.maximum(-distance, 0)
+    exact = n_buckets // 2
+    # Past `exact`, buckets grow geometrically. The clip keeps log away from 0 where its branch is not taken.
+    ratio = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(max_distance / exact)
+    far = exact + (ratio * (n_buckets - exact)).astype(jnp.int32)
+    return side + jnp.where(distance < exact, distance, jnp.minimum(far, n_buckets - 1))
+
+
+class RelativeBias(nnx.Module):
+    """One bias per bucket and head, shared by all layers of a stack."""
+
+    def __init__(self, n_heads: int, n_buckets: int, max_distance: int, bidirectional: bool, std: float):
+        self.weight = normal(n_buckets, n_heads, std=std)
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+
+    def __call__(self, distance: Int[Array, "*R"]) -> Float[Array, "N *R"]:
+        """The bias at each distance, in f32."""
+        table = self.weight[...].astype(jnp.float32)
+        ids = bucket(distance, self.bidirectional, table.shape[0], self.max_distance)
+        return jnp.moveaxis(table[ids], -1, 0)

@@ -1,0 +1,50 @@
+"""Run a stack of layers whose parameters carry a leading layer axis: scanned or unrolled, with or without remat."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+M = TypeVar("M")
+
+
+def run(
+    layer: Callable[[M, Array, Array | None], Array],
+    layers: M,
+    x: Array,
+    key: Array | None,
+    *,
+    scan: bool,
+    remat: bool,
+) -> Array:
+    """x = layer(layers[i], x, key_i) for every i. A scan compiles one body; unrolling lets XLA see them all."""
+    if remat:
+        layer = jax.checkpoint(layer)
+    n = depth(layers)
+    keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
+    if scan:
+        x, _ = lax.scan(lambda x, xs: (layer(xs[0], x, xs[1]), None), x, (layers, keys))
+        return x
+    for i, one in enumerate(unstack(layers)):
+        x = layer(one, x, None if keys is None else keys[i])
+    return x
+
+
+def depth(layers: Any) -> int:
+    return jax.tree.leaves(layers)[0].shape[0]
+
+
+@jax.custom_vjp
+def unstack(layers: M) -> list[M]:
+    """A stacked module as a list of its layers."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(depth(layers))]
+
+
+# The gradient of slicing would be a sum of padded arrays, each as large as the stack; one concatenation does.
+unstack.defvjp(
+    lambda layers: (unstack(layers), None),
+    lambda _, grads: (jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads),),
+)

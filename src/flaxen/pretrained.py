@@ -1,0 +1,251 @@
+"""A model with its tokenizer: loaded from a checkpoint, asked for logits or text, saved again."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxen.data.tokenizers import Tokenizer, load_tokenizer
+from flaxen.errors import InputError
+from flaxen.generate import options as generation_options
+from flaxen.generate.batches import batches, bucket
+from flaxen.generate.search import Beams, advance, begin, ended
+from flaxen.hf import files, t5, weightmap
+from flaxen.models.t5 import T5, Config, Decoding
+from flaxen.nn.param import initialise
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One output. `tokens` ends with the end token if there was one; `logprobs` are the model's own, per token."""
+
+    text: str | None
+    tokens: list[int]
+    logprobs: list[float]
+    score: float  # of beam search: transformers' length-normalised score; else the sum of logprobs
+    index: int  # of its input
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model and what belongs to it."""
+
+    model: T5
+    tokenizer: Tokenizer | None = None
+    generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json
+
+    @property
+    def config(self) -> Config:
+        return self.model.config
+
+    def logits(self, input_ids: Any, decoder_input_ids: Any, valid: Any = None) -> np.ndarray:
+        """Logits [B, T, V] of decoder_input_ids [B, T] given input_ids [B, S]; `valid` is True for real inputs."""
+        ids, decoder_ids = (self._checked(a, what) for a, what in ((input_ids, "input"), (decoder_input_ids, "decoder")))
+        mask = None if valid is None else jnp.asarray(np.asarray(valid, bool))
+        if mask is not None and mask.shape != ids.shape:
+            raise InputError(f"valid has shape {mask.shape}, input_ids {ids.shape}; they must be equal")
+        return np.asarray(_logits(self.model, ids, decoder_ids, mask))
+
+    def generate(
+        self, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, batch_size: int = 16, **options: Any
+    ) -> list[Generated]:
+        """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`."""
+        chosen = self._options(options)
+        if batch_size < 1:
+            raise InputError(f"batch_size must be at least 1, got {batch_size}")
+        found: list[Generated] = []
+        for rows, ids, valid in batches(self.encode(prompts), batch_size, self.config.pad_id):
+            search = self._begin(rows, ids, valid, chosen)
+            search = self._advance(search, chosen.max_new_tokens, chosen)
+            found += self._collect(search, rows, chosen)
+        return sorted(found, key=lambda one: one.index)
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
+        """The text of one output, piece by piece as it is made."""
+        chosen = self._options(options)
+        if chosen.beams != 1:
+            raise InputError("a stream has one sequence: leave num_beams and num_return_sequences at 1")
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer; use generate() with ids")
+        ((rows, ids, valid),) = batches(self.encode([prompt]), 1, self.config.pad_id)
+        search, said = self._begin(rows, ids, valid, chosen), ""
+        for n in range(1, chosen.max_new_tokens + 1):
+            search = self._advance(search, n, chosen)
+            over = bool(ended(search, chosen)) or n == chosen.max_new_tokens
+            text = self.tokenizer.decode(np.asarray(search.tokens[0, 0, 1 : n + 1]).tolist())
+            # A character may be half there: hold it back until its last byte has come.
+            if text.startswith(said) and (over or not text.endswith("�")):
+                yield text[len(said) :]
+                said = text
+            if over:
+                return
+
+    def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+        """Prompts as ids, checked: in range, and something in each beside special tokens."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if prompts and isinstance(prompts[0], int | np.integer):
+            raise InputError("prompts are texts or lists of ids, got a bare list of ids; wrap it in a list")
+        special = {self.config.pad_id, *self.config.eos_ids, *(self.tokenizer.sentinels if self.tokenizer else ())}
+        encoded = []
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise InputError("this checkpoint has no tokenizer files; give lists of ids instead of texts")
+                ids = self.tokenizer.encode(prompt)
+            else:
+                ids = self._checked(prompt, f"prompt {i}", axes=1).tolist()
+            if not set(ids) - special:
+                what = "is empty" if not prompt else "holds only special tokens"
+                raise InputError(f"prompt {i} {what}; there is nothing to generate from")
+            encoded.append(ids)
+        return encoded
+
+    def save(self, directory: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
+        """A Hugging Face checkpoint that transformers 4 and 5 load with equal logits. All of it is written, or nothing."""
+        dtype = str(jax.tree.leaves(self.model)[0].dtype)
+        tensors = t5.tied_copies(self.config, weightmap.save(self.model, t5.rows(self.config)))
+        with files.whole_directory(Path(directory)) as fresh:
+            files.write_json(fresh / "config.json", t5.write_config(self.config, dtype))
+            files.write_json(fresh / "generation_config.json", self._generation_defaults())
+            files.write_tensors(fresh, tensors, shard_bytes)
+            for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
+                (fresh / name).write_bytes(content)
+
+    def _generation_defaults(self) -> dict[str, Any]:
+        c = self.config
+        eos = list(c.eos_ids) if len(c.eos_ids) != 1 else c.eos_ids[0]
+        return {"pad_token_id": c.pad_id, "decoder_start_token_id": c.start_id, "eos_token_id": eos, **self.generation}
+
+    def _options(self, options: dict[str, Any]) -> generation_options.Options:
+        chosen = generation_options.make({**_own_defaults(self.generation, options), **options})
+        given = (chosen.forced_bos_token_id, chosen.forced_eos_token_id, *(chosen.eos_token_id or ()))
+        for one in (*(i for i in given if i is not None), *(i for word in chosen.bad_words_ids for i in word)):
+            if not 0 <= one < self.config.vocab_size:
+                raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
+        return chosen
+
+    def _checked(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:
+        try:
+            array = np.asarray(ids)
+        except ValueError:
+            raise InputError(f"{what}: rows of ids differ in length; pad them and pass `valid`") from None
+        if array.size == 0 and axes == 1:
+            return array.astype(np.int32)
+        if array.ndim != axes or not np.issubdtype(array.dtype, np.integer):
+            raise InputError(f"{what} must be integer ids with {axes} axes, got {array.dtype} of shape {array.shape}")
+        if array.size and not 0 <= array.min() <= array.max() < self.config.vocab_size:
+            wrong = array.min() if array.min() < 0 else array.max()
+            raise InputError(f"{what}: id {wrong} is not in 0 … {self.config.vocab_size - 1}, the model's vocabulary")
+        return array.astype(np.int32)
+
+    def _begin(self, rows: np.ndarray, ids: np.ndarray, valid: np.ndarray, options: generation_options.Options) -> Any:
+        room = bucket(options.max_new_tokens)
+        return begin(Decoding, self.model, (ids, valid), rows, room, options.static(), self.config.pad_id)
+
+    def _advance(self, search: Any, until: int, options: generation_options.Options) -> Any:
+        eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
+        numbers = {name: np.asarray(value, np.uint32 if name == "seed" else None) for name, value in options.numbers().items()}
+        numbers = {name: value.astype(np.float32) if value.dtype == np.float64 else value for name, value in numbers.items()}
+        return advance(Decoding, self.model, search, until, numbers, options.static(), eos, self.config.pad_id)
+
+    def _collect(self, search: Any, rows: np.ndarray, options: generation_options.Options) -> list[Generated]:
+        beam = isinstance(search, Beams)
+        tokens = np.asarray(search.finished_tokens if beam else search.tokens)[:, :, 1:]
+        logprobs = np.asarray(search.finished_logprobs if beam else search.logprobs)[:, :, 1:]
+        scores = np.asarray(search.finished_scores if beam else logprobs.sum(axis=-1))
+        eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
+        outputs = []
+        for row in np.flatnonzero(rows >= 0):
+            for ids, log, score in zip(*(a[row, : options.num_return_sequences] for a in (tokens, logprobs, scores))):
+                ends = np.flatnonzero(np.isin(ids, eos))
+                n = min(ends[0] + 1 if len(ends) else len(ids), options.max_new_tokens)
+                text = self.tokenizer.decode(ids[:n].tolist()) if self.tokenizer else None
+                outputs.append(Generated(text, ids[:n].tolist(), log[:n].tolist(), float(score), int(rows[row])))
+        return outputs
+
+
+@jax.jit
+def _logits(model: T5, input_ids: jax.Array, decoder_ids: jax.Array, valid: jax.Array | None) -> jax.Array:
+    return model.logits(input_ids, decoder_ids, valid)
+
+
+def _own_defaults(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """generation_config.json as options. A call that chooses another kind of search drops what only the old one had."""
+    kept = {name: value for name, value in config.items() if value is not None and name not in IDS}
+    if isinstance(length := kept.pop("max_length", None), int):
+        kept.setdefault("max_new_tokens", length - 1)
+    if isinstance(length := kept.pop("min_length", None), int) and length > 0:
+        kept.setdefault("min_new_tokens", length - 1)
+    if given.get("do_sample", kept.get("do_sample")):
+        kept = {name: value for name, value in kept.items() if name not in ("num_beams", "length_penalty", "early_stopping")}
+    else:
+        kept = {name: value for name, value in kept.items() if name not in ("temperature", "top_k", "top_p", "min_p")}
+    if given.get("num_beams", kept.get("num_beams", 1)) == 1:
+        kept = {name: value for name, value in kept.items() if name not in ("length_penalty", "early_stopping")}
+    return kept
+
+
+# Fields of generation_config.json that are not options of ours: ids that the config holds, and book-keeping.
+IDS = {
+    "pad_token_id", "bos_token_id", "decoder_start_token_id", "eos_token_id", "transformers_version", "_from_model_config",
+    "use_cache", "return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+}  # fmt: skip
+
+
+def load(source: str | os.PathLike[str], dtype: str = "float32", compute: str | None = None) -> Pretrained:
+    """A checkpoint directory or hub id. Weights are kept in `dtype` and products computed in `compute` (as `dtype`)."""
+    for name in (dtype, compute or dtype):
+        if name not in DTYPES:
+            raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
+    cache_compilations()
+    directory = files.locate(source)
+    json = files.read_json(directory / "config.json")
+    if json.get("model_type", "t5") not in t5.MODEL_TYPES:
+        raise InputError(f"{directory}: model_type {json['model_type']!r}; supported: {', '.join(t5.MODEL_TYPES)}")
+    tensors = files.Tensors(directory)
+    config = dataclasses.replace(t5.read_config(json, tensors), compute=compute or dtype)
+    generation_file = directory / "generation_config.json"
+    generation = files.read_json(generation_file) if generation_file.exists() else {}
+    config = _with_ids(config, generation)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is not None and tokenizer.size > config.vocab_size:
+        raise InputError(
+            f"{directory}: the tokenizer has {tokenizer.size} ids and the model only {config.vocab_size}; "
+            "they do not belong together"
+        )
+    spare = functools.partial(t5.spare, config, tensors=tensors)
+    model = weightmap.load(T5(config), t5.rows(config), tensors, DTYPES[dtype], spare)
+    return Pretrained(model, tokenizer, generation)
+
+
+def _with_ids(config: Config, generation: dict[str, Any]) -> Config:
+    """The ids of generation_config.json win over config.json's, as in transformers."""
+    ids = {"pad_token_id": "pad_id", "decoder_start_token_id": "start_id"}
+    changes: dict[str, Any] = {ours: generation[theirs] for theirs, ours in ids.items() if generation.get(theirs) is not None}
+    if (eos := generation.get("eos_token_id")) is not None:
+        changes["eos_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
+    return dataclasses.replace(config, **changes)
+
+
+def create(config: Config, seed: int = 0, tokenizer: Tokenizer | None = None) -> Pretrained:
+    """A model with random weights."""
+    cache_compilations()
+    return Pretrained(initialise(T5(config), seed), tokenizer)
+
+
+def cache_compilations() -> None:
+    """Keep compiled programs on disk between runs, unless the user has set where (or JAX_ENABLE_COMPILATION_CACHE=0)."""
+    if jax.config.jax_compilation_cache_dir is None:
+        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(base / "flaxen" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -1,0 +1,47 @@
+"""Models as trees: dotted paths of leaves, glob rules over them, casting."""
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar("T")
+
+
+def name(path: tuple[Any, ...]) -> str:
+    """A key path of JAX as 'encoder.layers.attention.q.weight'."""
+    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    # The array inside an nnx.Variable is its 'value': a detail of Flax, not a part of our names.
+    return ".".join(part for part in parts if part != "value")
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """Every leaf by its dotted path, in tree order."""
+    return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: T) -> T:
+    """`tree` with each leaf replaced by function(path, leaf)."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
+
+
+def first_match(path: str, rules: Iterable[tuple[str, T]], default: T) -> T:
+    """The value of the first rule whose glob matches `path`: how every policy over parameters is written."""
+    return next((value for glob, value in rules if fnmatch.fnmatchcase(path, glob)), default)
+
+
+def cast(tree: T, dtype: Any) -> T:
+    """`tree` with its floating-point leaves in `dtype`."""
+
+    def one(leaf: Any) -> Any:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(dtype) if floating and leaf.dtype != dtype else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def size(tree: Any) -> int:
+    """How many numbers the tree holds."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
