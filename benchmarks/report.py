@@ -15,7 +15,7 @@ Samples = dict[str, dict[str, list[Record]]]  # workload -> system -> what its w
 
 
 def clock(cores: int) -> str:
-    """CPU time on one core; wall time on more, where torch's waiting threads burn CPU time that does no work."""
+    """CPU time on one core; wall time on more, where torch's waiting threads burn CPU time for nothing."""
     return "cpu" if cores == 1 else "wall"
 
 
@@ -39,12 +39,12 @@ def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table
     results = {name: records[-1]["result"] for name, records in repeats.items()}
     peaks = gemm_peaks(samples, cores)
     # Time is compared where less is better (a loss), speed where tokens are counted.
-    ratio, unit = ("speed", clock(cores)) if work.beams else ("time", clock(cores))
+    ratio = "speed" if work.beams else "time"
 
     result = Table(title=f"{workload}: {_describe(work)}", title_justify="left")
     headers = ["system", "wall s (min)", "CPU s (min)", "peak GB"]
-    headers += [f"tokens/{unit} s"] if work.beams else []
-    headers += ["GFLOP/s (of GEMM peak)"]
+    headers += [f"tokens/{clock(cores)} s"] if work.beams else []
+    headers += ["GFLOP/s (of GEMM)"]
     headers += [f"{what} / {peer}" for peer in PEERS if peer in seconds for what in (ratio, "peak")]
     headers += [f"tokens = {next(iter(results))}'s" if work.beams else "loss"]
     for header in headers:

@@ -14,8 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import report  # neither this file nor report.py imports NumPy or torch: a child's peak memory starts at its parent's
+import report
 from rich.console import Console
+
+# Nothing here may import NumPy, JAX or torch: the peak memory that a child reports starts at its parent's.
 
 HERE = Path(__file__).resolve().parent
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
@@ -86,6 +88,7 @@ def main() -> None:
         bench.prepare(flags.systems)
         for workload in workloads:
             systems = [name for name in flags.systems if workload in SYSTEMS[name].workloads]
+            bench.gemm()
             for number in range(1, flags.rounds + 1):
                 console.print(f"{workload}, round {number} of {flags.rounds}", style="dim")
                 bench.round(workload, systems)
@@ -119,8 +122,12 @@ class Bench:
         if "flax" in names and "flax" not in self.failures:
             self._worker("flax", SYSTEMS["flax"], "prepare")
 
-    def round(self, workload: str, names: list[str]) -> None:
+    def gemm(self) -> None:
         self._keep("gemm", "gemm", self._worker("gemm", GEMM, "gemm"))
+        if "gemm" in self.failures:
+            raise SystemExit(f"could not measure the GEMM peak: {self.failures['gemm']}")
+
+    def round(self, workload: str, names: list[str]) -> None:
         for name in names:
             if name in self.failures:
                 continue

@@ -1,4 +1,4 @@
-"""transformers 4.57.6 on Flax, f32, in its best form: loss and generation each one jitted function of the parameters.
+"""transformers 4.57.6 on Flax, f32, in its best form: loss and generation are one jitted function each.
 
 `prepare` turns the torch checkpoint into a Flax one: transformers itself needs torch for that.
 """

@@ -1,4 +1,4 @@
-"""Flaxen. bf16 means bf16 weights when generating, and f32 weights with bf16 compute for the loss, as one would train."""
+"""Flaxen. bf16 is: to generate, bf16 weights; for the loss, f32 weights and bf16 compute, as in training."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ def main() -> None:
     import jax
     import numpy as np
 
-    import flaxen
+    from flaxen import load  # the name itself: `import flaxen` alone imports nothing
 
     worker.mark("import")
     options = {}
     if worker.precision == "bf16":
         options = {"compute" if worker.workload == "loss" else "dtype": "bfloat16"}
-    pretrained = flaxen.load(worker.model_dir, **options)
+    pretrained = load(worker.model_dir, **options)
     worker.mark("load")
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""A worker's side of a benchmark: its flags, its cores, its clocks, and one JSON line on stdout per repeat."""
+"""A worker's side of a benchmark: its flags, cores and clocks, and one JSON line on stdout per repeat."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """`batch` rows of `source` ids in, and `target` ids out: labels of a loss, or new tokens of a generation."""
+    """`batch` rows of `source` ids in and `target` ids out: labels of a loss, or new tokens."""
 
     batch: int
     source: int
@@ -72,7 +72,7 @@ def _random_ids(rows: int, length: int, vocab_size: int, seed: int) -> np.ndarra
 def flops(work: Work, sizes: Sizes) -> float:
     """Floating-point operations of the matrix products that the work cannot do without.
 
-    Keys and values of cross-attention are projected once per input; a cached decoder attends to the past only.
+    Cross-attention projects its keys and values once per input; a cached decoder attends to its past only.
     """
     d_model, inner = sizes.d_model, sizes.n_heads * sizes.d_head
     source_tokens = work.batch * work.source

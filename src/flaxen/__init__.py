@@ -7,16 +7,16 @@ if TYPE_CHECKING:
     from flaxen.generate.options import Options
     from flaxen.pretrained import Generated, Pretrained, create, load
 
+__all__ = ["Generated", "InputError", "Options", "Pretrained", "create", "load"]
 __version__ = "0.1.0"
 _HOME = {
     "load": "flaxen.pretrained",  # a checkpoint directory or hub id -> Pretrained
     "create": "flaxen.pretrained",  # a Config -> Pretrained with random weights
     "Pretrained": "flaxen.pretrained",  # .logits .generate .stream .save
-    "Generated": "flaxen.pretrained",
+    "Generated": "flaxen.pretrained",  # .text .tokens .logprobs .score .index
     "Options": "flaxen.generate.options",  # what .generate can be asked for
-    "InputError": "flaxen.errors",
+    "InputError": "flaxen.errors",  # a wrong file, option or prompt
 }
-__all__ = [*_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

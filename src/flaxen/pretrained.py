@@ -14,14 +14,15 @@ import numpy as np
 
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError
-from flaxen.generate import options as generation_options
 from flaxen.generate.batches import batches, bucket
+from flaxen.generate.options import Options, make_options
 from flaxen.generate.search import Beams, advance, begin, ended
 from flaxen.hf import files, t5, weightmap
 from flaxen.models.t5 import T5, Config, Decoding
 from flaxen.nn.param import initialise
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,20 @@ class Pretrained:
 
     def logits(self, input_ids: Any, decoder_input_ids: Any, valid: Any = None) -> np.ndarray:
         """Logits [B, T, V] of decoder_input_ids [B, T] given input_ids [B, S]; `valid` is True for real inputs."""
-        ids, decoder_ids = (self._checked(a, what) for a, what in ((input_ids, "input"), (decoder_input_ids, "decoder")))
+        ids, decoder_ids = self._checked(input_ids, "input_ids"), self._checked(decoder_input_ids, "decoder_input_ids")
         mask = None if valid is None else jnp.asarray(np.asarray(valid, bool))
         if mask is not None and mask.shape != ids.shape:
             raise InputError(f"valid has shape {mask.shape}, input_ids {ids.shape}; they must be equal")
-        return np.asarray(_logits(self.model, ids, decoder_ids, mask))
+        return np.asarray(_logits(self.model, jnp.asarray(ids), jnp.asarray(decoder_ids), mask))
 
-    def generate(
-        self, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, batch_size: int = 16, **options: Any
-    ) -> list[Generated]:
+    def generate(self, prompts: Prompts, *, batch_size: int = 16, **options: Any) -> list[Generated]:
         """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`."""
         chosen = self._options(options)
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         found: list[Generated] = []
         for rows, ids, valid in batches(self.encode(prompts), batch_size, self.config.pad_id):
-            search = self._begin(rows, ids, valid, chosen)
-            search = self._advance(search, chosen.max_new_tokens, chosen)
+            search = self._advance(self._begin(rows, ids, valid, chosen), chosen.max_new_tokens, chosen)
             found += self._collect(search, rows, chosen)
         return sorted(found, key=lambda one: one.index)
 
@@ -89,12 +87,11 @@ class Pretrained:
             if over:
                 return
 
-    def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    def encode(self, prompts: Prompts) -> list[list[int]]:
         """Prompts as ids, checked: in range, and something in each beside special tokens."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if prompts and isinstance(prompts[0], int | np.integer):
             raise InputError("prompts are texts or lists of ids, got a bare list of ids; wrap it in a list")
-        special = {self.config.pad_id, *self.config.eos_ids, *(self.tokenizer.sentinels if self.tokenizer else ())}
         encoded = []
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):
@@ -103,33 +100,29 @@ class Pretrained:
                 ids = self.tokenizer.encode(prompt)
             else:
                 ids = self._checked(prompt, f"prompt {i}", axes=1).tolist()
-            if not set(ids) - special:
-                what = "is empty" if not prompt else "holds only special tokens"
+            blank = isinstance(prompt, str) and self.tokenizer is not None and not self.tokenizer.decode(ids)
+            if blank or not set(ids) - {self.config.pad_id, *self.config.eos_ids}:
+                what = "is empty" if not len(prompt) else "holds only special tokens"
                 raise InputError(f"prompt {i} {what}; there is nothing to generate from")
             encoded.append(ids)
         return encoded
 
     def save(self, directory: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
-        """A Hugging Face checkpoint that transformers 4 and 5 load with equal logits. All of it is written, or nothing."""
+        """Write a Hugging Face checkpoint that transformers 4 and 5 load with equal logits: all of it, or nothing."""
         dtype = str(jax.tree.leaves(self.model)[0].dtype)
-        tensors = t5.tied_copies(self.config, weightmap.save(self.model, t5.rows(self.config)))
+        tensors = t5.with_copies(self.config, weightmap.save(self.model, t5.rows(self.config)))
         with files.whole_directory(Path(directory)) as fresh:
             files.write_json(fresh / "config.json", t5.write_config(self.config, dtype))
-            files.write_json(fresh / "generation_config.json", self._generation_defaults())
+            files.write_json(fresh / "generation_config.json", {**t5.special_ids(self.config), **self.generation})
             files.write_tensors(fresh, tensors, shard_bytes)
             for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
                 (fresh / name).write_bytes(content)
 
-    def _generation_defaults(self) -> dict[str, Any]:
-        c = self.config
-        eos = list(c.eos_ids) if len(c.eos_ids) != 1 else c.eos_ids[0]
-        return {"pad_token_id": c.pad_id, "decoder_start_token_id": c.start_id, "eos_token_id": eos, **self.generation}
-
-    def _options(self, options: dict[str, Any]) -> generation_options.Options:
-        chosen = generation_options.make({**_own_defaults(self.generation, options), **options})
-        given = (chosen.forced_bos_token_id, chosen.forced_eos_token_id, *(chosen.eos_token_id or ()))
-        for one in (*(i for i in given if i is not None), *(i for word in chosen.bad_words_ids for i in word)):
-            if not 0 <= one < self.config.vocab_size:
+    def _options(self, given: dict[str, Any]) -> Options:
+        chosen = make_options(given, self.generation)
+        forced = (chosen.forced_bos_token_id, chosen.forced_eos_token_id)
+        for one in (*forced, *(chosen.eos_token_id or ()), *(i for word in chosen.bad_words_ids for i in word)):
+            if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
         return chosen
 
@@ -140,33 +133,34 @@ class Pretrained:
             raise InputError(f"{what}: rows of ids differ in length; pad them and pass `valid`") from None
         if array.size == 0 and axes == 1:
             return array.astype(np.int32)
-        if array.ndim != axes or not np.issubdtype(array.dtype, np.integer):
+        if array.ndim != axes or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
             raise InputError(f"{what} must be integer ids with {axes} axes, got {array.dtype} of shape {array.shape}")
-        if array.size and not 0 <= array.min() <= array.max() < self.config.vocab_size:
+        if not 0 <= array.min() <= array.max() < self.config.vocab_size:
             wrong = array.min() if array.min() < 0 else array.max()
             raise InputError(f"{what}: id {wrong} is not in 0 … {self.config.vocab_size - 1}, the model's vocabulary")
         return array.astype(np.int32)
 
-    def _begin(self, rows: np.ndarray, ids: np.ndarray, valid: np.ndarray, options: generation_options.Options) -> Any:
-        room = bucket(options.max_new_tokens)
-        return begin(Decoding, self.model, (ids, valid), rows, room, options.static(), self.config.pad_id)
+    def _begin(self, rows: np.ndarray, ids: np.ndarray, valid: np.ndarray, options: Options) -> Any:
+        room, inputs = bucket(options.max_new_tokens), (jnp.asarray(ids), jnp.asarray(valid))
+        return begin(Decoding, self.model, inputs, jnp.asarray(rows), room, options.static(), self.config.pad_id)
 
-    def _advance(self, search: Any, until: int, options: generation_options.Options) -> Any:
-        eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        numbers = {name: np.asarray(value, np.uint32 if name == "seed" else None) for name, value in options.numbers().items()}
-        numbers = {name: value.astype(np.float32) if value.dtype == np.float64 else value for name, value in numbers.items()}
-        return advance(Decoding, self.model, search, until, numbers, options.static(), eos, self.config.pad_id)
+    def _advance(self, search: Any, until: int, options: Options) -> Any:
+        numbers = {name: jnp.asarray(value) for name, value in options.numbers().items()}
+        pad, eos, limit = self.config.pad_id, self._eos(options), jnp.asarray(until)
+        return advance(Decoding, self.model, search, limit, numbers, options.static(), eos, pad)
 
-    def _collect(self, search: Any, rows: np.ndarray, options: generation_options.Options) -> list[Generated]:
+    def _eos(self, options: Options) -> tuple[int, ...]:
+        return self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
+
+    def _collect(self, search: Any, rows: np.ndarray, options: Options) -> list[Generated]:
         beam = isinstance(search, Beams)
         tokens = np.asarray(search.finished_tokens if beam else search.tokens)[:, :, 1:]
         logprobs = np.asarray(search.finished_logprobs if beam else search.logprobs)[:, :, 1:]
         scores = np.asarray(search.finished_scores if beam else logprobs.sum(axis=-1))
-        eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
         outputs = []
         for row in np.flatnonzero(rows >= 0):
             for ids, log, score in zip(*(a[row, : options.num_return_sequences] for a in (tokens, logprobs, scores))):
-                ends = np.flatnonzero(np.isin(ids, eos))
+                ends = np.flatnonzero(np.isin(ids, self._eos(options)))
                 n = min(ends[0] + 1 if len(ends) else len(ids), options.max_new_tokens)
                 text = self.tokenizer.decode(ids[:n].tolist()) if self.tokenizer else None
                 outputs.append(Generated(text, ids[:n].tolist(), log[:n].tolist(), float(score), int(rows[row])))
@@ -178,62 +172,37 @@ def _logits(model: T5, input_ids: jax.Array, decoder_ids: jax.Array, valid: jax.
     return model.logits(input_ids, decoder_ids, valid)
 
 
-def _own_defaults(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json as options. A call that chooses another kind of search drops what only the old one had."""
-    kept = {name: value for name, value in config.items() if value is not None and name not in IDS}
-    if isinstance(length := kept.pop("max_length", None), int):
-        kept.setdefault("max_new_tokens", length - 1)
-    if isinstance(length := kept.pop("min_length", None), int) and length > 0:
-        kept.setdefault("min_new_tokens", length - 1)
-    if given.get("do_sample", kept.get("do_sample")):
-        kept = {name: value for name, value in kept.items() if name not in ("num_beams", "length_penalty", "early_stopping")}
-    else:
-        kept = {name: value for name, value in kept.items() if name not in ("temperature", "top_k", "top_p", "min_p")}
-    if given.get("num_beams", kept.get("num_beams", 1)) == 1:
-        kept = {name: value for name, value in kept.items() if name not in ("length_penalty", "early_stopping")}
-    return kept
-
-
-# Fields of generation_config.json that are not options of ours: ids that the config holds, and book-keeping.
-IDS = {
-    "pad_token_id", "bos_token_id", "decoder_start_token_id", "eos_token_id", "transformers_version", "_from_model_config",
-    "use_cache", "return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
-}  # fmt: skip
-
-
 def load(source: str | os.PathLike[str], dtype: str = "float32", compute: str | None = None) -> Pretrained:
-    """A checkpoint directory or hub id. Weights are kept in `dtype` and products computed in `compute` (as `dtype`)."""
+    """A checkpoint directory or hub id. Weights are kept in `dtype`; products are computed in `compute`, or `dtype`."""
     for name in (dtype, compute or dtype):
         if name not in DTYPES:
             raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
     cache_compilations()
     directory = files.locate(source)
-    json = files.read_json(directory / "config.json")
-    if json.get("model_type", "t5") not in t5.MODEL_TYPES:
-        raise InputError(f"{directory}: model_type {json['model_type']!r}; supported: {', '.join(t5.MODEL_TYPES)}")
-    tensors = files.Tensors(directory)
-    config = dataclasses.replace(t5.read_config(json, tensors), compute=compute or dtype)
-    generation_file = directory / "generation_config.json"
-    generation = files.read_json(generation_file) if generation_file.exists() else {}
-    config = _with_ids(config, generation)
+    config, tensors, generation = read_config(directory)
+    config = dataclasses.replace(config, compute=compute or dtype)
     tokenizer = load_tokenizer(directory)
     if tokenizer is not None and tokenizer.size > config.vocab_size:
         raise InputError(
             f"{directory}: the tokenizer has {tokenizer.size} ids and the model only {config.vocab_size}; "
             "they do not belong together"
         )
-    spare = functools.partial(t5.spare, config, tensors=tensors)
+    spare = functools.partial(t5.spare, tensors=tensors)
     model = weightmap.load(T5(config), t5.rows(config), tensors, DTYPES[dtype], spare)
     return Pretrained(model, tokenizer, generation)
 
 
-def _with_ids(config: Config, generation: dict[str, Any]) -> Config:
-    """The ids of generation_config.json win over config.json's, as in transformers."""
-    ids = {"pad_token_id": "pad_id", "decoder_start_token_id": "start_id"}
-    changes: dict[str, Any] = {ours: generation[theirs] for theirs, ours in ids.items() if generation.get(theirs) is not None}
-    if (eos := generation.get("eos_token_id")) is not None:
-        changes["eos_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
-    return dataclasses.replace(config, **changes)
+def read_config(directory: Path) -> tuple[Config, files.Tensors, dict[str, Any]]:
+    """config.json, the table of tensors beside it, and generation_config.json (empty if there is none)."""
+    json = files.read_json(directory / "config.json")
+    if json.get("model_type", "t5") not in t5.MODEL_TYPES:
+        raise InputError(f"{directory}: model_type {json['model_type']!r}; supported: {', '.join(t5.MODEL_TYPES)}")
+    tensors = files.Tensors(directory)
+    path = directory / "generation_config.json"
+    generation = files.read_json(path) if path.exists() else {}
+    # Its ids win over config.json's, as in transformers.
+    own = {name: value for name in t5.SPECIAL if (value := generation.get(name)) is not None}
+    return t5.read_config({**json, **own}, tensors), tensors, generation
 
 
 def create(config: Config, seed: int = 0, tokenizer: Tokenizer | None = None) -> Pretrained:
@@ -243,9 +212,9 @@ def create(config: Config, seed: int = 0, tokenizer: Tokenizer | None = None) ->
 
 
 def cache_compilations() -> None:
-    """Keep compiled programs on disk between runs, unless the user has set where (or JAX_ENABLE_COMPILATION_CACHE=0)."""
+    """Keep compiled programs on disk between runs, unless JAX_COMPILATION_CACHE_DIR says where."""
     if jax.config.jax_compilation_cache_dir is None:
         base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(base / "flaxen" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -85,9 +85,7 @@ NASTY = [
 LITERALS = ["<pad>", "</s>", "<unk>", "<extra_id_0>", "<extra_id_1>", "<extra_id_10>"]
 # transformers 5 takes U+0085 for a space, where SentencePiece and transformers 4 do not.
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x85")
-TEXTS = st.lists(st.one_of(st.text(CHARACTERS), st.sampled_from([*LITERALS, " ", "  ", "the ", "\n"]))).map(
-    "".join
-)
+TEXTS = st.lists(st.one_of(st.text(CHARACTERS), st.sampled_from([*LITERALS, " ", "  ", "the ", "\n"]))).map("".join)
 # The same examples in every run: an unlucky tie between two segmentations should not fail a later one.
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -95,11 +93,15 @@ examples = settings(max_examples=60, deadline=None, derandomize=True)
 def train(**options: Any) -> bytes:
     """A small SentencePiece model with T5's special ids, of English with a few accents."""
     model = io.BytesIO()
+    special = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    sentences = [*"".join(topics.values()).splitlines()[:3000], "<pad> é ▁"]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*"".join(topics.values()).splitlines()[:3000], "<pad> é ▁"]),
+        sentence_iterator=iter(sentences),
         model_writer=model,
-        **dict(vocab_size=600, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2, num_threads=1)
-        | options,
+        minloglevel=2,
+        num_threads=1,
+        **special,
+        **options,
     )
     return model.getvalue()
 
@@ -107,15 +109,13 @@ def train(**options: Any) -> bytes:
 def write(directory: Path, files: dict[str, Any]) -> Path:
     directory.mkdir(exist_ok=True)
     for name, content in files.items():
-        (directory / name).write_bytes(
-            content if isinstance(content, bytes) else json.dumps(content).encode()
-        )
+        (directory / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return directory
 
 
 @pytest.fixture(scope="session")
 def spiece() -> bytes:
-    return train(character_coverage=0.999)
+    return train(vocab_size=600, character_coverage=0.999)
 
 
 @pytest.fixture(scope="session")
@@ -172,6 +172,16 @@ def test_any_text_as_transformers(text: str, pair: tuple[Tokenizer, Any]) -> Non
     assert_same(text, *pair)
 
 
+@examples
+@given(numbers=st.lists(st.integers(0, 10**6)))
+def test_any_ids_as_transformers(numbers: list[int], pair: tuple[Tokenizer, Any]) -> None:
+    ours, theirs = pair
+    ids = [number % ours.size for number in numbers]  # as an untrained model samples them
+    for skip in (True, False):
+        expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip_special=skip) == expected
+
+
 def test_vocabulary_as_transformers(pair: tuple[Tokenizer, Any]) -> None:
     ours, theirs = pair
     assert (ours.size, ours.pad_id, ours.eos_id, ours.unk_id) == (len(theirs), 0, 1, 2)
@@ -180,14 +190,18 @@ def test_vocabulary_as_transformers(pair: tuple[Tokenizer, Any]) -> None:
     assert (ours.token(ours.size), ours.token(-100)) == (f"<{ours.size}>", "<-100>")
 
 
-def test_sentinels_of_t5_descend_from_the_end(pair: tuple[Tokenizer, Any]) -> None:
-    ours, theirs = pair
-    if isinstance(ours, ByteTokenizer):  # Google's ids, not those that transformers names <extra_id_k>
-        assert ours.sentinels == tuple(range(258, 158, -1))
-        assert all(bytes([id - 3]) not in map(bytes, "") for id in ours.sentinels)
-    else:
-        assert ours.sentinels == tuple(range(ours.size - 1, ours.size - 101, -1))
-        assert ours.token(ours.sentinels[7]) == "<extra_id_7>"
+@pytest.mark.parametrize("kind", ["json", "spiece"])
+def test_sentinels_of_t5_descend_from_the_end(kind: str, directories: dict[str, Path]) -> None:
+    ours = load_tokenizer(directories[kind])
+    assert ours is not None
+    assert ours.sentinels == tuple(range(ours.size - 1, ours.size - 101, -1))
+    assert [ours.token(id) for id in ours.sentinels] == [f"<extra_id_{k}>" for k in range(100)]
+
+
+def test_sentinels_of_byt5_are_googles() -> None:
+    assert ByteTokenizer.sentinels[:3] == (258, 257, 256)
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    assert not {id - 3 for id in ByteTokenizer.sentinels[:11]} & set(everything.encode())
 
 
 @pytest.mark.parametrize("specials", [True, False])
@@ -225,16 +239,12 @@ def test_ids_outside_the_vocabulary_spell_nothing(pair: tuple[Tokenizer, Any]) -
     assert ours.decode([-100, *ids, ours.size, ours.size + 27, 10**6]) == ours.decode(ids)
 
 
-def test_files_written_elsewhere_load_as_the_same_tokenizer(
-    pair: tuple[Tokenizer, Any], tmp_path: Path
-) -> None:
+def test_files_written_elsewhere_load_as_the_same_tokenizer(pair: tuple[Tokenizer, Any], tmp_path: Path) -> None:
     ours, theirs = pair
     write(tmp_path, ours.files)
     again, reference = load_tokenizer(tmp_path), type(theirs).from_pretrained(tmp_path)
     assert again is not None
-    assert (
-        again.encode_batch(NASTY) == ours.encode_batch(NASTY) == [reference(text).input_ids for text in NASTY]
-    )
+    assert again.encode_batch(NASTY) == ours.encode_batch(NASTY) == [reference(text).input_ids for text in NASTY]
     assert again.files == ours.files
 
 
@@ -244,7 +254,8 @@ def test_pickles_for_worker_processes(pair: tuple[Tokenizer, Any]) -> None:
     again = pickle.loads(pickle.dumps(ours))
     for specials in (True, False):
         assert again.encode_batch(NASTY, specials=specials) == ours.encode_batch(NASTY, specials=specials)
-    assert again.decode(ours.encode("a <extra_id_0>")) == "a"
+    ids = ours.encode("a <extra_id_0>")
+    assert again.decode(ids) == ours.decode(ids)
 
 
 # mT5
@@ -263,9 +274,7 @@ def test_rare_characters_are_bytes_in_mt5(multilingual: Path) -> None:
     assert ours.decode([google.piece_to_id("<0xE4>")]) == "\ufffd"
 
 
-@pytest.mark.parametrize(
-    "text", [text for text in NASTY if text.isascii() and "\x00" not in text and "0x" not in text]
-)
+@pytest.mark.parametrize("text", [text for text in NASTY if text.isascii() and "\x00" not in text and "0x" not in text])
 def test_mt5_as_transformers(text: str, multilingual: Path) -> None:
     ours = load_tokenizer(multilingual)
     assert ours is not None
@@ -281,7 +290,8 @@ def test_sentinels_of_mt5_are_pieces(multilingual: Path) -> None:
     assert not set(ids) & set(ours.sentinels)
     assert ours.decode(ids) == "<extra_id_3> a <extra_id_13>"
     # Without a tokenizer_config.json, too, no second set of sentinels is appended.
-    assert SentencePieceTokenizer({"spiece.model": ours.files["spiece.model"]}).sentinels == ours.sentinels
+    bare = SentencePieceTokenizer({"spiece.model": ours.files["spiece.model"]})
+    assert (bare.size, bare.sentinels) == (ours.size, ours.sentinels)
 
 
 def test_mt5_as_tokenizer_json(multilingual: Path, tmp_path: Path) -> None:
@@ -305,7 +315,7 @@ def test_tokens_that_a_user_added(spiece: bytes, tmp_path: Path) -> None:
     }
     config |= {"tokenizer_class": "T5Tokenizer"}
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-    added = {"<sep>": 700, "<mask>": 701}
+    added = {"<sep>": 700, "<mask>": 701, "<sep>>": 702}
     decoder = {str(id): {"content": name, "special": name == "<mask>", **flags} for name, id in added.items()}
     legacy = {"spiece.model": spiece, "added_tokens.json": added, "tokenizer_config.json": config}
     current = {"spiece.model": spiece, "tokenizer_config.json": {**config, "added_tokens_decoder": decoder}}
@@ -313,17 +323,15 @@ def test_tokens_that_a_user_added(spiece: bytes, tmp_path: Path) -> None:
         ours = load_tokenizer(write(tmp_path / name, files))
         theirs = transformers.T5Tokenizer.from_pretrained(tmp_path / name)
         assert ours is not None
-        assert (ours.size, ours.sentinels[0]) == (702, 699)
-        for text in ("a <sep> b", "a<sep>b<mask>", "<mask> <extra_id_0><sep>"):
+        assert (ours.size, ours.sentinels[0]) == (703, 699)
+        for text in ("a <sep> b", "a<sep>b<mask>", "<mask> <extra_id_0><sep>", "a<sep>>b"):
             assert_same(text, ours, theirs)
         ids = ours.encode("a<sep><mask>", specials=False)
         assert 700 in ids
         assert 701 not in ids
 
 
-@pytest.mark.parametrize(
-    "as_written", [str, lambda name: {"content": name, "lstrip": False, "rstrip": False}]
-)
+@pytest.mark.parametrize("as_written", [str, lambda name: {"content": name, "lstrip": False, "rstrip": False}])
 def test_special_tokens_are_names_or_dictionaries(
     as_written: Callable[[str], Any], directories: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -393,9 +401,7 @@ def test_text_is_never_cut_or_padded(directories: dict[str, Path], tmp_path: Pat
 
 
 def test_tokenizer_json_is_preferred(directories: dict[str, Path], spiece: bytes, tmp_path: Path) -> None:
-    files = {path.name: path.read_bytes() for path in directories["json"].iterdir()} | {
-        "spiece.model": spiece
-    }
+    files = {path.name: path.read_bytes() for path in directories["json"].iterdir()} | {"spiece.model": spiece}
     ours = load_tokenizer(write(tmp_path, files))
     assert isinstance(ours, JsonTokenizer)
     assert ours.files == files
@@ -411,13 +417,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 79
 
 
 @pytest.mark.parametrize("content", [b"", POINTER, b"[1, 2]", b"\xff\xfe\x00"])
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "spiece.model", "tokenizer_config.json", "special_tokens_map.json"]
-)
+@pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model", "tokenizer_config.json", "special_tokens_map.json"])
 def test_corrupt_files_are_named(name: str, content: bytes, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=rf"{name}: expected .*, got {len(content)} bytes .*; download"
-    ) as error:
+    with pytest.raises(ValueError, match=rf"{name}: expected .*, got {len(content)} bytes .*; download") as error:
         load_tokenizer(write(tmp_path, {name: content}))
     assert str(tmp_path) in str(error.value)
 
@@ -426,9 +428,7 @@ def test_unsupported_directories_say_what_would_do(spiece: bytes, tmp_path: Path
     gpt2 = write(tmp_path / "gpt2", {"vocab.json": {}, "merges.txt": b""})
     with pytest.raises(ValueError, match=r"expected tokenizer\.json, .*got only vocab\.json, merges\.txt"):
         load_tokenizer(gpt2)
-    names = write(
-        tmp_path / "names", {"spiece.model": spiece, "tokenizer_config.json": {"pad_token": "[PAD]"}}
-    )
+    names = write(tmp_path / "names", {"spiece.model": spiece, "tokenizer_config.json": {"pad_token": "[PAD]"}})
     with pytest.raises(ValueError, match=r"got \[PAD\]: None, </s>: 1; name tokens"):
         load_tokenizer(names)
 

@@ -9,7 +9,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flaxen.errors import InputError, nearest
 
 # Numbers that may change from call to call without a new compilation: they are arguments of the compiled search.
-NUMBERS = ("max_new_tokens", "min_new_tokens", "seed", "temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
+NUMBERS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "seed",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "length_penalty",
+)
 INSTEAD = {
     "max_length": "use max_new_tokens (which does not count the start token)",
     "min_length": "use min_new_tokens (which does not count the start token)",
@@ -35,7 +44,7 @@ class Options:
     length_penalty: float | None = None
     """Beam scores are sums of log-probabilities over length ** this (default 1)."""
     early_stopping: bool | Literal["never"] | None = None
-    """Stop at num_beams finished beams (True), by transformers' heuristic (False, default), or only when safe ('never')."""
+    """Stop at num_beams finished beams (True), by transformers' heuristic (False), or when safe ('never')."""
     do_sample: bool = False
     """Draw tokens instead of taking the best."""
     seed: int = 0
@@ -69,7 +78,7 @@ class Options:
             self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}",
         )
-        _require(0 <= self.seed < 2**32, f"seed must be in 0 … 2^32 - 1, got {self.seed}")
+        _require(0 <= self.seed < 2**31, f"seed must be in 0 … 2^31 - 1, got {self.seed}")
         _require(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size must be at least 0")
         _require(all(self.bad_words_ids), "bad_words_ids holds an empty sequence")
         for name, low, high in (
@@ -87,7 +96,10 @@ class Options:
         for name in ("length_penalty", "early_stopping"):
             alone = getattr(self, name) is not None and self.num_beams == 1
             _require(not alone, f"{name} only acts on beam search; set num_beams above 1 or leave it out")
-        _require(not (self.do_sample and self.num_beams > 1), "do_sample and num_beams > 1 together are not supported")
+        _require(
+            not (self.do_sample and self.num_beams > 1),
+            "do_sample and num_beams > 1 together are not supported",
+        )
         n = self.num_return_sequences
         _require(
             self.do_sample or n <= self.num_beams,
@@ -101,32 +113,62 @@ class Options:
 
     def numbers(self) -> dict[str, float | int]:
         """The values that the compiled search takes as arguments."""
-        return {name: value for name in NUMBERS if (value := getattr(self, name)) is not None}
+        values = {name: value for name in NUMBERS if (value := getattr(self, name)) is not None}
+        whole = ("max_new_tokens", "min_new_tokens", "seed")
+        return {name: value if name in whole else float(value) for name, value in values.items()}
 
     def static(self) -> "Options":
         """What the compiled search is specialised to: which options are on, not the value of a number."""
         off = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
-        blank: dict[str, Any] = {"max_new_tokens": 1, "min_new_tokens": int(self.min_new_tokens > 0), "seed": 0}
+        blank: dict[str, Any] = {
+            "max_new_tokens": 1,
+            "min_new_tokens": int(self.min_new_tokens > 0),
+            "seed": 0,
+        }
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty"):
             value = getattr(self, name)
             blank[name] = None if value is None or value == off.get(name) else 0.5
         return dataclasses.replace(self, **blank)
 
 
-def make(values: dict[str, Any]) -> Options:
-    """Options from names and values; lists may stand for tuples. Says what is wrong with an unknown or mistyped one."""
+def make_options(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Options:
+    """Options from a call's names and values, over those of a generation_config.json; lists may stand for tuples."""
     hints = get_type_hints(Options)
     clean = {}
-    for name, value in values.items():
+    for name, value in {**_defaults(defaults or {}, given), **given}.items():
         if name not in hints:
             hint = f": {INSTEAD[name]}" if name in INSTEAD else nearest(name, hints)
-            raise InputError(f"generate does not support the option {name!r}{hint}")
+            origin = "" if name in given else " of the checkpoint's generation_config.json"
+            raise InputError(f"generate does not support the option {name!r}{origin}{hint}")
         value = _tuples(value)
         if name == "eos_token_id" and isinstance(value, int):
             value = (value,)
         _require(_fits(value, hints[name]), f"{name} must be {_words(hints[name])}, got {value!r}")
         clean[name] = value
     return Options(**clean)
+
+
+# Fields of generation_config.json that are no options of ours: ids that the config holds, book-keeping, outputs.
+NOT_OPTIONS = {
+    "pad_token_id", "bos_token_id", "decoder_start_token_id", "eos_token_id", "transformers_version",
+    "_from_model_config", "use_cache", "return_dict_in_generate", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits",
+}  # fmt: skip
+BEAM_ONLY = {"num_beams", "length_penalty", "early_stopping"}
+SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p"}
+
+
+def _defaults(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """generation_config.json as options. A call that asks for another kind of search drops what belongs to the old."""
+    kept = {name: value for name, value in file.items() if value is not None and name not in NOT_OPTIONS}
+    for theirs, ours in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        if isinstance(length := kept.pop(theirs, None), int) and length > 0:
+            kept.setdefault(ours, length - 1)  # theirs counts the start token
+    sampling = given.get("do_sample", kept.get("do_sample", False))
+    drop = BEAM_ONLY if sampling else SAMPLING_ONLY
+    if given.get("num_beams", kept.get("num_beams", 1)) == 1:
+        drop = drop | BEAM_ONLY
+    return {name: value for name, value in kept.items() if name not in drop}
 
 
 def _tuples(value: Any) -> Any:

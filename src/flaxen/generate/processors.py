@@ -79,7 +79,11 @@ def forbid_words(logits: Array, context: Context, words: list[tuple[int, ...]]) 
     """The last token of a bad word whose other tokens have just been said."""
     for word in words:
         n = len(word) - 1
-        last = jax.lax.dynamic_slice_in_dim(context.tokens, context.length - n, n, axis=-1) if n else context.tokens[..., :0]
+        last = (
+            jax.lax.dynamic_slice_in_dim(context.tokens, context.length - n, n, axis=-1)
+            if n
+            else context.tokens[..., :0]
+        )
         hit = jnp.all(last == jnp.asarray(word[:-1], jnp.int32), axis=-1) & (n <= context.length)
         logits = logits.at[..., word[-1]].min(jnp.where(hit, FORBIDDEN, jnp.inf))
     return logits
@@ -99,7 +103,11 @@ def narrow(logits: Array, context: Context, options: Options) -> Array:
     """Temperature, then top-k, top-p and min-p: each keeps the tokens above a threshold."""
     if options.temperature is not None:
         logits = logits / context.numbers["temperature"]
-    k = logits.shape[-1] if options.top_k == 0 else min(50 if options.top_k is None else options.top_k, logits.shape[-1])
+    k = (
+        logits.shape[-1]
+        if options.top_k == 0
+        else min(50 if options.top_k is None else options.top_k, logits.shape[-1])
+    )
     if k < logits.shape[-1] or options.top_p is not None:
         best = jax.lax.top_k(logits, k)[0]
         threshold = best[..., -1:]

@@ -7,7 +7,7 @@ streaming, token by token with the same executable.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from flaxen.generate.processors import Context, processors
 DEAD = -1e9  # the score of a beam that does not exist; finite as transformers' is, so that ties fall alike
 
 
+@runtime_checkable
 class Decodes(Protocol):
     """All that the generator knows of a model."""
 
@@ -64,7 +65,13 @@ class Beams(NamedTuple):
 
 @partial(jax.jit, static_argnames=("decoding", "room", "options", "pad"))
 def begin(
-    decoding: Callable[[Any], Decodes], model: Any, inputs: Any, rows: Array, room: int, options: Options, pad: int
+    decoding: Callable[[Any], Decodes],
+    model: Any,
+    inputs: Any,
+    rows: Array,
+    room: int,
+    options: Options,
+    pad: int,
 ) -> Sampling | Beams:
     """A search with room for `room` tokens. Rows of -1 are padding of the batch: they count as finished."""
     first, state = decoding(model).start(inputs, room, options.beams)
@@ -107,7 +114,12 @@ def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
 
 
 def _sampling_step(
-    decodes: Decodes, search: Sampling, numbers: dict[str, Array], options: Options, eos: tuple[int, ...], pad: int
+    decodes: Decodes,
+    search: Sampling,
+    numbers: dict[str, Array],
+    options: Options,
+    eos: tuple[int, ...],
+    pad: int,
 ) -> Sampling:
     at = search.length
     logits, state = decodes.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
@@ -130,7 +142,12 @@ def _sampling_step(
 
 
 def _beam_step(
-    decodes: Decodes, search: Beams, numbers: dict[str, Array], options: Options, eos: tuple[int, ...], pad: int
+    decodes: Decodes,
+    search: Beams,
+    numbers: dict[str, Array],
+    options: Options,
+    eos: tuple[int, ...],
+    pad: int,
 ) -> Beams:
     at, n = search.length, options.num_beams
     limit, penalty = numbers["max_new_tokens"], numbers.get("length_penalty", jnp.ones(()))
@@ -152,7 +169,9 @@ def _beam_step(
     # Only the best `n` candidates may finish, and only in a row that is still open.
     full = jnp.all(search.finished, axis=1) & (options.early_stopping is True)
     may = ends & (jnp.arange(ends.shape[1]) < n)
-    scores = totals / at.astype(jnp.float32) ** penalty + DEAD * (~may + (full | ~search.open)[:, None].astype(jnp.float32))
+    scores = totals / at.astype(jnp.float32) ** penalty + DEAD * (
+        ~may + (full | ~search.open)[:, None].astype(jnp.float32)
+    )
     best, keep = lax.top_k(jnp.concatenate([search.finished_scores, scores], axis=1), n)
     merge = lambda old, new: _pick(jnp.concatenate([old, new], axis=1), keep)  # noqa: E731
     finished = merge(search.finished, may)
@@ -176,7 +195,12 @@ def _beam_step(
 
 
 def _process(
-    logits: Array, tokens: Array, length: Array, numbers: dict[str, Array], options: Options, eos: tuple[int, ...]
+    logits: Array,
+    tokens: Array,
+    length: Array,
+    numbers: dict[str, Array],
+    options: Options,
+    eos: tuple[int, ...],
 ) -> Array:
     context = Context(tokens, length, numbers)
     for process in processors(options, eos, sampling=options.do_sample):

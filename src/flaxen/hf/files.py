@@ -84,6 +84,9 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._entries[name][1]["shape"])
 
+    def dtype(self, name: str) -> str:
+        return self._entries[name][1]["dtype"]
+
     def __getitem__(self, name: str) -> np.ndarray:
         path, entry, start = self._entries[name]
         if entry["dtype"] not in DTYPES:

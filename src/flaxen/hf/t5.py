@@ -56,7 +56,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def read_config(json: dict[str, Any], tensors: Tensors) -> Config:
-    """config.json as our Config. Whether the head is tied is seen in the weights: transformers 4 and 5 disagree in words."""
+    """config.json as our Config. Whether the head is tied shows in the weights: versions 4 and 5 disagree in words."""
     problems = []
     for name, value in json.items():
         if name in FIXED:
@@ -110,18 +110,26 @@ def _read_activation(projection: str) -> tuple[str, bool]:
     return ("gelu_new" if projection == "gated-gelu" else name), gated
 
 
+# Ids that config.json and generation_config.json both hold.
+SPECIAL = ("pad_token_id", "decoder_start_token_id", "eos_token_id")
+
+
+def special_ids(config: Config) -> dict[str, Any]:
+    eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
+    return dict(zip(SPECIAL, (config.pad_id, config.start_id, eos)))
+
+
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
     """A config.json that transformers 4, 5 and its late Flax classes all read as the same model."""
     fields = dataclasses.asdict(config)
     name = "gelu" if config.gated and config.activation == "gelu_new" else config.activation
-    eos = list(config.eos_ids)
     return {
         **{theirs: fields[ours] for theirs, ours in FIELDS.items()},
         "architectures": [{"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}[config.family]],
         "model_type": config.family,
         "is_encoder_decoder": True,
         "feed_forward_proj": f"gated-{name}" if config.gated else name,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        **special_ids(config),
         # Version 4 reads the scale from the first, version 5 from the second; the head is written out if unscaled.
         "tie_word_embeddings": config.scaled,
         "scale_decoder_outputs": config.scaled,
@@ -137,7 +145,10 @@ def rows(config: Config) -> list[Row]:
         table.append(Row("head.weight", "lm_head.weight"))
     for stack, parts in (
         ("encoder", (("attention", "SelfAttention"), ("mlp", "DenseReluDense"))),
-        ("decoder", (("attention", "SelfAttention"), ("cross", "EncDecAttention"), ("mlp", "DenseReluDense"))),
+        (
+            "decoder",
+            (("attention", "SelfAttention"), ("cross", "EncDecAttention"), ("mlp", "DenseReluDense")),
+        ),
     ):
         for at, (ours, theirs) in enumerate(parts):
             block = f"{stack}.block.{{i}}.layer.{at}"
@@ -149,22 +160,29 @@ def rows(config: Config) -> list[Row]:
                 continue
             for part in "qkv":
                 table.append(
-                    Row(f"{stack}.layers.{ours}.{part}.weight", f"{block}.{theirs}.{part}.weight", "(n h) d -> d n h")
+                    Row(
+                        f"{stack}.layers.{ours}.{part}.weight",
+                        f"{block}.{theirs}.{part}.weight",
+                        "(n h) d -> d n h",
+                    )
                 )
             table.append(Row(f"{stack}.layers.{ours}.o.weight", f"{block}.{theirs}.o.weight", "d (n h) -> n h d"))
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        table += [Row(f"{stack}.bias.weight", bias), Row(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight")]
+        table += [
+            Row(f"{stack}.bias.weight", bias),
+            Row(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
+        ]
     return table
 
 
-def spare(config: Config, name: str, tensors: Tensors) -> bool:
+def spare(name: str, tensors: Tensors) -> bool:
     """True for a tensor that a file may carry and the model does not need: a copy of the table, an unused bias."""
     if name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
         return _same(tensors, name, "shared.weight")
     return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
-def tied_copies(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def with_copies(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """An unscaled tied head is written out: version 4 would take a missing one for a scaled model."""
     if config.tied and not config.scaled:
         return {**tensors, "lm_head.weight": tensors["shared.weight"]}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.attention import MASKED, Attention, Plan, attend_plain
@@ -68,7 +69,14 @@ def _presets() -> dict[str, Config]:
     v1 = Config()
     v1_1 = dataclasses.replace(v1, activation="gelu_new", gated=True, tied=False, scaled=False)
     size = lambda base, d, ff, layers, heads, decoder=None, head=64, **more: dataclasses.replace(  # noqa: E731
-        base, d_model=d, d_ff=ff, n_layers=layers, n_decoder_layers=decoder or layers, n_heads=heads, d_head=head, **more
+        base,
+        d_model=d,
+        d_ff=ff,
+        n_layers=layers,
+        n_decoder_layers=decoder or layers,
+        n_heads=heads,
+        d_head=head,
+        **more,
     )
     table = {
         "t5-small": v1,
@@ -117,7 +125,7 @@ class Layer(nnx.Module):
         plan: Plan,
         source: tuple[Float[Array, "B S D"], Plan] | None,
         rate: float,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         key: Array | None,
     ) -> Float[Array, "B T D"]:
         keys = [None] * 6 if key is None else list(jax.random.split(key, 6))
@@ -189,7 +197,10 @@ class T5(nnx.Module):
         return self.scale(hidden)
 
     def logits(
-        self, input_ids: Int[Array, "B S"], decoder_ids: Int[Array, "B T"], valid: Bool[Array, "B S"] | None = None
+        self,
+        input_ids: Int[Array, "B S"],
+        decoder_ids: Int[Array, "B T"],
+        valid: Bool[Array, "B S"] | None = None,
     ) -> Float[Array, "B T V"]:
         return self.output_head.logits(self.decode(decoder_ids, self.encode(input_ids, valid), valid))
 
@@ -203,14 +214,16 @@ class T5(nnx.Module):
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
-        """The mean over labels that are not negative, and the sums behind it. Decoder inputs are the labels, shifted."""
+        """The mean over labels that are not negative, and its sums. Decoder inputs are the labels, shifted."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         weights = (labels >= 0).astype(jnp.float32)
         labels = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
         hidden = self.decode(shifted, self.encode(input_ids, valid, keys[0]), valid, keys[1])
         flat = hidden.reshape(-1, hidden.shape[-1])
-        sums = cross_entropy(flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), smoothing, z_loss)
+        sums = cross_entropy(
+            flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), smoothing, z_loss
+        )
         return sums.loss / jnp.maximum(sums.weight, 1.0), sums
 
     @property

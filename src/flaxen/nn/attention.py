@@ -84,7 +84,7 @@ def attend_plain(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B N S H"],
     v: Float[Array, "B N S H"],
-    bias: Float[Array, "#B #N T S"],
+    bias: Float[Array, "#B #N #T S"],
 ) -> Float[Array, "B N T H"]:
     """The textbook form, for a few queries at a time: `bias` holds masks too."""
     scores = jnp.einsum("BNTH,BNSH->BNTS", q, k, preferred_element_type=jnp.float32) + bias
@@ -208,7 +208,8 @@ def _backward(static: _Static, residuals: tuple[Array, ...], g: Array) -> tuple[
             if static.biased:
                 at = (n_t - 1 - i) * t + j * s
                 expand = jax.linear_transpose(
-                    lambda w: _toeplitz(w, t, s), jax.ShapeDtypeStruct((bias.shape[0], t + s - 1), jnp.float32)
+                    lambda w: _toeplitz(w, t, s),
+                    jax.ShapeDtypeStruct((bias.shape[0], t + s - 1), jnp.float32),
                 )
                 (window,) = expand(dscores.sum(axis=0))
                 old = lax.dynamic_slice_in_dim(dbias, at, t + s - 1, 1)
@@ -218,9 +219,7 @@ def _backward(static: _Static, residuals: tuple[Array, ...], g: Array) -> tuple[
             dk = dk + jnp.einsum("BNTS,BNTH->BNSH", dscores, q, preferred_element_type=jnp.float32)
             return (dq, dbias), (dk, dv)
 
-        (dq, dbias), (dks, dvs) = lax.scan(
-            column, (jnp.zeros(q.shape), dbias), (jnp.arange(n_s), ks, vs, dks, dvs)
-        )
+        (dq, dbias), (dks, dvs) = lax.scan(column, (jnp.zeros(q.shape), dbias), (jnp.arange(n_s), ks, vs, dks, dvs))
         return (dks, dvs, dbias), dq.astype(q.dtype)
 
     start = (jnp.zeros(ks.shape), jnp.zeros(vs.shape), jnp.zeros(bias.shape))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from flaxen.nn.matmul import matmul
@@ -50,7 +51,7 @@ class RMSNorm(nnx.Module):
         self.weight = constant(d, value=scale)
         self.epsilon = epsilon
 
-    def __call__(self, x: Float[Array, "*B D"], dtype: jnp.dtype) -> Float[Array, "*B D"]:
+    def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
         x = x.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         return (y * self.weight[...].astype(jnp.float32)).astype(dtype)

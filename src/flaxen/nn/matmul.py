@@ -1,8 +1,9 @@
-"""The one matrix product of the library: operands in the compute dtype, sums in f32, a backward that is fast on CPUs."""
+"""The matrix product of the library: operands in the compute dtype, sums in f32, a backward made for CPUs too."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 
 @jax.custom_vjp
@@ -30,7 +31,7 @@ def _backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
 matmul.defvjp(_forward, _backward)
 
 
-def _dot(a: Array, b: Array, dtype: jnp.dtype) -> Array:
+def _dot(a: Array, b: Array, dtype: DTypeLike) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(dtype)
 
 
@@ -39,5 +40,3 @@ def _transposed(a: Array) -> Array:
     if jax.default_backend() != "cpu":
         return a.T
     return lax.optimization_barrier(lax.optimization_barrier(a).T)
-
-

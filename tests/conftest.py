@@ -1,0 +1,89 @@
+"""Small random models of every family, in torch and on disk, for live parity."""
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    import transformers
+
+torch.set_num_threads(2)
+transformers.utils.logging.disable_progress_bar()
+
+SMALL = {
+    "vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+FAMILIES = {
+    "t5-1.0": (transformers.T5Config, {}),
+    "t5-1.1": (transformers.T5Config, GATED),
+    "mt5": (transformers.MT5Config, {**GATED, "vocab_size": 301}),
+    "byt5": (transformers.T5Config, {**GATED, "vocab_size": 384, "num_layers": 4, "num_decoder_layers": 1}),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A torch model and the directory that transformers saved it to."""
+
+    model: transformers.PreTrainedModel
+    directory: Path
+
+    @property
+    def vocab(self) -> int:
+        return self.model.config.vocab_size
+
+
+def make_reference(family: str, directory: Path, seed: int = 0) -> Reference:
+    """A random model whose outputs vary: its weights are larger, and its head is untied where the family's is."""
+    config_class, changes = FAMILIES[family]
+    config = config_class(**{**SMALL, **changes})
+    torch.manual_seed(seed)
+    kind = transformers.MT5ForConditionalGeneration if family == "mt5" else transformers.T5ForConditionalGeneration
+    model = kind(config).eval()
+    if family != "t5-1.0":
+        # transformers 5 ties the head of a fresh model; real checkpoints of these families have one of their own.
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
+            elif "lm_head" in name or "shared" in name:
+                parameter.mul_(0.5)
+            elif "relative" not in name:
+                parameter.mul_(1.5)
+    model.save_pretrained(directory)
+    return Reference(model, directory)
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def t5_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference("t5-1.0", tmp_path_factory.mktemp("t5"))
+
+
+def random_batch(
+    vocab: int, seed: int = 0, rows: int = 5, source: int = 23, target: int = 11
+) -> tuple[np.ndarray, ...]:
+    """input ids, valid with ragged rows, labels with some ignored."""
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(2, vocab, (rows, source)).astype(np.int32)
+    valid = np.arange(source) < draw.integers(1, source + 1, rows)[:, None]
+    labels = draw.integers(2, vocab, (rows, target)).astype(np.int32)
+    labels = np.where(np.arange(target) < draw.integers(1, target + 1, rows)[:, None], labels, -100)
+    return np.where(valid, ids, 0), valid, labels

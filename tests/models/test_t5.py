@@ -1,0 +1,209 @@
+"""T5 against transformers' torch, live; and two ways of computing one thing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from conftest import Reference
+from conftest import random_batch as numpy_batch
+from flax import nnx
+
+import flaxen
+from flaxen.hf import t5 as hf_t5
+from flaxen.hf import weightmap
+from flaxen.models.t5 import PRESETS, T5, Config, Decoding
+from flaxen.nn.param import initialise
+from flaxen.nn.position import bucket
+from flaxen.tree import leaves, size
+
+TINY = Config(
+    vocab_size=50,
+    d_model=16,
+    d_head=4,
+    d_ff=24,
+    n_layers=3,
+    n_decoder_layers=2,
+    n_heads=4,
+    n_buckets=8,
+    max_distance=20,
+)
+
+
+def random_batch(*arguments: int, **sizes: int) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(a) for a in numpy_batch(*arguments, **sizes))
+
+
+def close(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> None:
+    """Within `tolerance` of the largest value of `theirs`."""
+    ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+    assert ours.shape == theirs.shape
+    scale = np.abs(theirs).max()
+    np.testing.assert_allclose(ours / scale, theirs / scale, rtol=0, atol=tolerance)
+
+
+def change(model: T5, **fields: object) -> T5:
+    """The same weights under another config."""
+    config = dataclasses.replace(model.config, **fields)
+    return jax.tree.unflatten(jax.tree.structure(T5(config)), jax.tree.leaves(model))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_logits_equal_torch(reference: Reference, seed: int) -> None:
+    ids, valid, labels = random_batch(reference.vocab, seed)
+    decoder = np.maximum(labels, 0)
+    theirs = reference.model(
+        input_ids=torch.tensor(np.asarray(ids)).long(),
+        attention_mask=torch.tensor(np.asarray(valid)),
+        decoder_input_ids=torch.tensor(np.asarray(decoder)).long(),
+    ).logits.detach()
+    close(flaxen.load(reference.directory).logits(ids, decoder, valid), theirs, 2e-5)
+
+
+def test_loss_and_every_gradient_equal_torch(reference: Reference) -> None:
+    ids, valid, labels = random_batch(reference.vocab, 3)
+    reference.model.zero_grad()
+    theirs = reference.model(
+        input_ids=torch.tensor(np.asarray(ids)).long(),
+        attention_mask=torch.tensor(np.asarray(valid)),
+        labels=torch.tensor(np.asarray(labels)).long(),
+    ).loss
+    theirs.backward()
+    model = flaxen.load(reference.directory).model
+    ours, grads = jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0])(model)
+    np.testing.assert_allclose(float(ours), theirs.item(), rtol=1e-5)
+    named = weightmap.save(grads, hf_t5.rows(model.config))
+    expected = {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
+    assert named.keys() == expected.keys()
+    for name, gradient in named.items():
+        close(gradient, expected[name], 1e-4)
+
+
+def test_longer_than_one_block(t5_reference: Reference) -> None:
+    """700 tokens in, 200 out: several blocks of queries and keys, distances past the last bucket."""
+    ids, valid, labels = random_batch(t5_reference.vocab, 4, rows=2, source=700, target=200)
+    decoder = np.maximum(labels, 0)
+    theirs = t5_reference.model(
+        input_ids=torch.tensor(np.asarray(ids)).long(),
+        attention_mask=torch.tensor(np.asarray(valid)),
+        decoder_input_ids=torch.tensor(np.asarray(decoder)).long(),
+    ).logits.detach()
+    close(flaxen.load(t5_reference.directory).logits(ids, decoder, valid), theirs, 2e-5)
+
+
+@pytest.mark.parametrize("form", [{"scan": False}, {"remat": True}, {"scan": False, "remat": True}])
+def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
+    """Also with dropout: a layer's key does not depend on how the stack is run."""
+    model = initialise(T5(dataclasses.replace(TINY, dropout=0.2)), 0)
+    ids, valid, labels = random_batch(50)
+    loss = lambda model: model.loss(ids, labels, valid, key=jax.random.key(1))[0]  # noqa: E731
+    value, grads = jax.value_and_grad(loss)(model)
+    other_value, other_grads = jax.value_and_grad(loss)(change(model, **form))
+    np.testing.assert_allclose(value, other_value, rtol=1e-6)
+    for name, gradient in leaves(grads).items():
+        close(leaves(other_grads)[name], gradient, 1e-5)
+
+
+def test_padding_changes_nothing(t5_reference: Reference) -> None:
+    """A row in a padded batch has the logits it has alone."""
+    ids, valid, labels = random_batch(t5_reference.vocab, 5)
+    decoder = np.maximum(labels, 0)
+    pretrained = flaxen.load(t5_reference.directory)
+    together = pretrained.logits(ids, decoder, valid)
+    for row, n in enumerate(valid.sum(axis=1)):
+        close(pretrained.logits(ids[row : row + 1, :n], decoder[row : row + 1])[0], together[row], 1e-5)
+
+
+def test_cached_decoding_is_the_full_forward() -> None:
+    """Three beams that swap histories at every step give the logits of their full histories."""
+    model = initialise(T5(TINY), 1)
+    ids, valid, _ = random_batch(50, rows=2)
+    draw = np.random.default_rng(0)
+    decoding = Decoding(model)
+    tokens, state = decoding.start((jnp.asarray(ids), jnp.asarray(valid)), 8, 3)
+    histories = np.asarray(tokens)[:, :, None]
+    for _ in range(6):
+        logits, state = decoding.step(jnp.asarray(histories[:, :, -1]), state)
+        for beam in range(3):
+            full = model.logits(ids, jnp.asarray(histories[:, beam]), valid)[:, -1]
+            close(logits[:, beam], full, 1e-5)
+        order = draw.integers(0, 3, (2, 3))
+        state = decoding.select(state, jnp.asarray(order))
+        histories = np.take_along_axis(histories, order[:, :, None], axis=1)
+        histories = np.concatenate([histories, draw.integers(2, 50, (2, 3, 1))], axis=2)
+
+
+def test_bfloat16_follows_float32() -> None:
+    model = initialise(T5(TINY), 0)
+    ids, valid, labels = random_batch(50)
+    loss = lambda model: model.loss(ids, labels, valid)[0]  # noqa: E731
+    value, grads = jax.value_and_grad(loss)(model)
+    low_value, low_grads = jax.value_and_grad(loss)(change(model, compute="bfloat16"))
+    np.testing.assert_allclose(low_value, value, rtol=1e-2)
+    flat, low = (jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(g)]) for g in (grads, low_grads))
+    assert low.dtype == jnp.float32
+    assert jnp.vdot(flat, low) / (jnp.linalg.norm(flat) * jnp.linalg.norm(low)) > 0.999
+
+
+def test_dropout_is_a_function_of_its_key() -> None:
+    model = initialise(T5(dataclasses.replace(TINY, dropout=0.3)), 0)
+    ids, valid, labels = random_batch(50)
+    loss = lambda key: float(model.loss(ids, labels, valid, key=key)[0])  # noqa: E731
+    assert loss(jax.random.key(0)) == loss(jax.random.key(0)) != loss(jax.random.key(1))
+    assert loss(None) == loss(None) != loss(jax.random.key(0))
+
+
+def test_decoder_does_not_see_the_future() -> None:
+    """By Jacobian: the logits at t depend on decoder embeddings up to t and no further."""
+    model = initialise(T5(TINY), 2)
+    ids, _, _ = random_batch(50, rows=1)
+    source = model.encode(ids)
+
+    def hidden(x: jax.Array) -> jax.Array:
+        from flaxen.nn.attention import Plan
+
+        return model.decoder(x, None, (source, Plan()), None)[0].sum(axis=-1)
+
+    jacobian = jax.jacobian(hidden)(model.embedding(jnp.asarray([[0, 5, 6, 7, 8, 9]])))[:, 0]
+    reach = np.abs(jacobian).sum(axis=-1) > 0
+    np.testing.assert_array_equal(reach, np.tril(np.ones((6, 6), bool)))
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_equal_transformers(bidirectional: bool) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distance = np.arange(-700, 701)
+    for n, far in ((32, 128), (8, 20), (16, 500)):
+        theirs = T5Attention._relative_position_bucket(torch.tensor(distance), bidirectional, n, far)
+        np.testing.assert_array_equal(bucket(jnp.asarray(distance), bidirectional, n, far), theirs)
+
+
+# From the model cards' configs: vocabulary, widths and depths multiplied out by transformers itself.
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("t5-small", 60.5), ("t5-base", 222.9), ("t5-large", 737.7), ("t5-3b", 2851.6), ("t5-11b", 11307.3),
+     ("t5-v1_1-small", 77.0),
+     ("t5-v1_1-base", 247.6), ("flan-t5-xl", 2849.8), ("mt5-small", 300.2), ("mt5-base", 582.4), ("byt5-small", 299.6),
+     ("byt5-base", 581.7), ("byt5-large", 1228.2)],
+)  # fmt: skip
+def test_presets_have_their_published_size(name: str, millions: float) -> None:
+    assert size(T5(PRESETS[name])) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"n_heads": 0}, "n_heads"), ({"activation": "swish"}, "activation"), ({"n_buckets": 6}, "n_buckets"),
+     ({"max_distance": 4}, "max_distance"), ({"compute": "float16"}, "compute"), ({"start_id": 50}, "start_id")],
+)  # fmt: skip
+def test_config_refuses(fields: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(TINY, **fields)
+
+
+def test_a_fresh_model_is_abstract_and_a_plain_pytree() -> None:
+    model = T5(PRESETS["t5-11b"])
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
+    assert isinstance(jax.tree.map(lambda leaf: leaf, model), nnx.Module)

@@ -1,0 +1,76 @@
+"""Blockwise attention is plain attention: values and gradients, whatever the blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxen.nn.attention import MASKED, Plan, _toeplitz, attend, attend_plain
+
+
+def full_bias(plan: Plan, t: int, s: int) -> jax.Array:
+    distance = jnp.arange(s) - jnp.arange(t)[:, None]
+    bias = plan.bias[:, distance + t - 1][None] + jnp.where(plan.valid, 0.0, MASKED)[:, None, None]
+    return jnp.where(distance > 0, MASKED, bias) if plan.causal else bias
+
+
+def random_case(t: int, s: int, seed: int = 0) -> tuple:
+    draw = np.random.default_rng(seed)
+    q, k, v, g = (jnp.asarray(draw.standard_normal((2, 3, n, 8)), jnp.float32) for n in (t, s, s, t))
+    bias = jnp.asarray(draw.standard_normal((3, t + s - 1)), jnp.float32)
+    valid = jnp.asarray(draw.random((2, s)) > 0.3).at[:, 0].set(True)
+    return q, k, v, g, bias, valid
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "causal"), [(1, 5, False), (7, 7, True), (50, 130, False), (129, 129, True), (64, 64, True)]
+)
+@pytest.mark.parametrize(("block", "key_block"), [(16, 32), (128, 512)])
+def test_blockwise_is_plain(t: int, s: int, causal: bool, block: int, key_block: int) -> None:
+    q, k, v, g, bias, valid = random_case(t, s)
+
+    def blockwise(q, k, v, bias):
+        return attend(q, k, v, Plan(valid, bias, causal), block=block, key_block=key_block)
+
+    def plain(q, k, v, bias):
+        return attend_plain(q, k, v, full_bias(Plan(valid, bias, causal), t, s))
+
+    ours, ours_back = jax.vjp(blockwise, q, k, v, bias)
+    theirs, theirs_back = jax.vjp(plain, q, k, v, bias)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    for mine, other in zip(ours_back(g), theirs_back(g)):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=2e-5 * float(jnp.abs(other).max()))
+
+
+def test_dropout_is_the_same_in_forward_and_backward() -> None:
+    """Weights dropped with a key: the function is linear in v, so its derivative along v is the function itself."""
+    q, k, v, _, bias, valid = random_case(40, 40)
+    key = jax.random.key(3)
+    f = lambda v: attend(q, k, v, Plan(valid, bias, True, rate=0.5), key, block=16, key_block=16)  # noqa: E731
+    out, back = jax.vjp(f, v)
+    np.testing.assert_allclose(jnp.vdot(out, out), jnp.vdot(back(out)[0], v), rtol=1e-5)
+    assert not np.allclose(out, attend(q, k, v, Plan(valid, bias, True)))
+    # And a numeric derivative in q, which passes through the dropped softmax.
+    direction = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
+    h = lambda e: attend(q + e * direction, k, v, Plan(valid, bias, True, rate=0.5), key, block=16, key_block=16).sum()  # noqa: E731
+    numeric = (h(1e-2) - h(-1e-2)) / 2e-2
+    np.testing.assert_allclose(jax.grad(h)(0.0), numeric, rtol=5e-3)
+
+
+def test_dropout_keeps_the_mean() -> None:
+    q, k, v, _, bias, valid = random_case(8, 40)
+    plan = Plan(valid, bias, rate=0.3)
+    many = jax.vmap(lambda key: attend(q, k, v, plan, key))(jax.random.split(jax.random.key(0), 4000))
+    np.testing.assert_allclose(many.mean(axis=0), attend(q, k, v, plan), atol=0.06)
+
+
+def test_a_row_without_valid_keys_is_finite() -> None:
+    q, k, v, _, bias, _ = random_case(5, 7)
+    out = attend(q, k, v, Plan(jnp.zeros((2, 7), bool), bias))
+    assert np.isfinite(out).all()
+
+
+def test_toeplitz_is_the_indexed_matrix() -> None:
+    window = jnp.arange(2 * 9.0).reshape(2, 9)
+    index = np.arange(6) - np.arange(4)[:, None] + 3
+    np.testing.assert_array_equal(_toeplitz(window, 4, 6), window[:, index])

@@ -1,0 +1,84 @@
+"""The matrix product and its gradient, dropout, the feed-forward network, initial laws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxen.nn.layers import MLP, Linear, RMSNorm, dropout, keep_mask
+from flaxen.nn.matmul import matmul
+from flaxen.nn.param import initialise, normal
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_matmul_has_the_gradient_of_a_product(shape: tuple[int, int]) -> None:
+    draw = np.random.default_rng(0)
+    x, w = (
+        jnp.asarray(draw.standard_normal((3, 4, shape[0])), jnp.float32),
+        jnp.asarray(draw.standard_normal(shape), jnp.float32),
+    )
+    out, back = jax.vjp(matmul, x, w)
+    expected, expected_back = jax.vjp(lambda x, w: x @ w, x, w)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for mine, other in zip(back(out), expected_back(out)):
+        np.testing.assert_allclose(mine, other, atol=1e-4)
+
+
+def test_bfloat16_products_sum_in_float32() -> None:
+    """4096 ones and a half: bfloat16 sums would stop growing at 256."""
+    x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((4096, 1), jnp.float32)
+    assert float(matmul(x, w)[0, 0]) == 4096
+    assert matmul(x, w).dtype == jnp.bfloat16
+    assert jax.grad(lambda w: matmul(x, w).astype(jnp.float32).sum())(w).dtype == jnp.float32
+
+
+def test_linear_contracts_axis_tuples() -> None:
+    layer = initialise(Linear((3, 4), (5,), std=1.0), 0)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 3, 4)), jnp.float32)
+    np.testing.assert_allclose(layer(x), jnp.einsum("BTNH,NHD->BTD", x, layer.weight[...]), atol=1e-5)
+
+
+def test_rms_norm_statistics_are_float32() -> None:
+    norm = initialise(RMSNorm(4, 1e-6), 0)
+    x = jnp.full((1, 4), 3e4, jnp.float32)
+    np.testing.assert_allclose(norm(x, jnp.float32), 1.0, rtol=1e-6)
+    assert norm(x, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_gate_multiplies() -> None:
+    mlp = initialise(MLP(4, 6, "relu", gated=True), 0)
+    x = jnp.ones((1, 4))
+    w = {name: getattr(mlp, name).weight[...] for name in ("gate", "wi", "wo")}
+    expected = (jax.nn.relu(x @ w["gate"]) * (x @ w["wi"])) @ w["wo"]
+    np.testing.assert_allclose(mlp(x, 0.0, None), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_rate_scale_and_independence(rate: float) -> None:
+    x = jnp.ones((300, 400))
+    masks = [np.asarray(keep_mask(jax.random.key(seed), x.shape, rate)) for seed in (0, 1)]
+    n, p = x.size, 1 - rate
+    for mask in masks:
+        assert abs(mask.mean() - p) < 5 * np.sqrt(p * rate / n)
+        # Neighbours in both directions are uncorrelated.
+        for a, b in ((mask[:, 1:], mask[:, :-1]), (mask[1:], mask[:-1])):
+            assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / np.sqrt(n)
+    assert abs(np.corrcoef(masks[0].ravel(), masks[1].ravel())[0, 1]) < 5 / np.sqrt(n)
+    kept = np.asarray(dropout(x, rate, jax.random.key(0)))
+    np.testing.assert_allclose(kept, masks[0] / p, rtol=1e-6)
+    assert dropout(x, rate, None) is x
+
+
+def test_initial_numbers_depend_on_seed_and_path_only() -> None:
+    import flax.nnx as nnx
+
+    class Pair(nnx.Module):
+        def __init__(self, both: bool):
+            self.a = normal(50, 40, std=0.5)
+            self.b = normal(50, 40, std=0.5) if both else None
+
+    one, two, other = initialise(Pair(False), 7), initialise(Pair(True), 7), initialise(Pair(False), 8)
+    np.testing.assert_array_equal(one.a[...], two.a[...])
+    assert not np.allclose(two.a[...], two.b[...])
+    assert not np.allclose(one.a[...], other.a[...])
+    assert abs(float(one.a[...].std()) - 0.5) < 0.03
