@@ -46,7 +46,7 @@ def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table
     headers += [f"tokens/{clock(cores)} s"] if work.beams else []
     headers += ["GFLOP/s (of GEMM)"]
     headers += [f"{what} / {peer}" for peer in PEERS if peer in seconds for what in (ratio, "peak")]
-    headers += [f"tokens = {next(iter(results))}'s" if work.beams else "loss"]
+    headers += [f"tokens = {next(iter(results))}'s" if work.beams else "loss, |gradient|"]
     for header in headers:
         result.add_column(header, justify="left" if header == "system" else "right")
 
@@ -69,7 +69,7 @@ def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table
         if work.beams:
             row.append(f"{_agreement(results[name], next(iter(results.values()))):.0%}")
         else:
-            row.append(f"{results[name]:.5f}")
+            row.append(f"{results[name]['loss']:.5f}, {results[name]['gradient_norm']:.5f}")
         result.add_row(*row)
     return result
 
@@ -83,9 +83,7 @@ def cold_table(samples: Samples, cores: int) -> Table:
             phases = [r["phases"] for r in records if r["start"] == start and "phases" in r]
             if not phases:
                 continue
-            time = {
-                kind: [median(p[phase][kind] for p in phases) for phase in PHASES] for kind in ("wall", "cpu")
-            }
+            time = {kind: [median(p[phase][kind] for p in phases) for phase in PHASES] for kind in ("wall", "cpu")}
             totals[name, start] = sum(time[clock(cores)])
             cells[name, start] = [
                 f"{wall:.2f} ({cpu:.2f})"

@@ -39,9 +39,7 @@ class System:
         if not self.python.exists():
             return "not installed: make bench-peers"
         if self.python == Path(sys.executable) and find_spec(self.needs) is None:
-            return (
-                f"not installed: no module {self.needs!r} in this environment; use the one that make builds"
-            )
+            return f"not installed: no module {self.needs!r} in this environment; use the one that make builds"
         return None
 
 
@@ -49,30 +47,20 @@ SYSTEMS = {
     "torch": System("torch_t5.py", needs="torch"),
     "flax": System("flax_t5.py", needs="transformers", python=PEERS_PYTHON),
     "flaxen": System("flaxen_t5.py", needs="flaxen"),
-    "flaxen-bf16": System(
-        "flaxen_t5.py", needs="flaxen", precision="bf16", workloads=("loss", "generate", "beam")
-    ),
+    "flaxen-bf16": System("flaxen_t5.py", needs="flaxen", precision="bf16", workloads=("loss", "generate", "beam")),
 }
 GEMM = System("gemm.py", needs="torch")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "workload", choices=["loss", "generate", "beam", "cold", "all"], nargs="?", default="all"
-    )
+    parser.add_argument("workload", choices=["loss", "generate", "beam", "cold", "all"], nargs="?", default="all")
     parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="processes per system, interleaved with the others'"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="processes per system, interleaved with the others'")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls in each process")
-    parser.add_argument(
-        "--systems", choices=list(SYSTEMS), nargs="+", default=list(SYSTEMS), metavar="SYSTEM"
-    )
+    parser.add_argument("--systems", choices=list(SYSTEMS), nargs="+", default=list(SYSTEMS), metavar="SYSTEM")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
-    parser.add_argument(
-        "--tiny", action="store_true", help="tiny sizes: shows that all run, measures nothing"
-    )
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that all run, measures nothing")
     flags = parser.parse_args()
 
     available = sorted(os.sched_getaffinity(0))
@@ -95,9 +83,7 @@ def main() -> None:
             bench.show(workload, systems)
     console.print(report.footer(bench.samples, flags.cores))
     if flags.json:
-        flags.json.write_text(
-            json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": bench.samples})
-        )
+        flags.json.write_text(json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": bench.samples}))
     if any(not text.startswith("not installed") for text in bench.failures.values()):
         sys.exit(1)
 

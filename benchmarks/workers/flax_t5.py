@@ -36,9 +36,9 @@ def main() -> None:
         logits = model(source, decoder_input_ids=decoder_inputs, params=params, train=False).logits
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def loss(source: np.ndarray, labels: np.ndarray) -> float:
-        value, _ = jax.block_until_ready(value_and_grad(params, source, labels))
-        return float(value)
+    def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        value, gradients = jax.block_until_ready(value_and_grad(params, source, labels))
+        return float(value), [np.asarray(gradient) for gradient in jax.tree.leaves(gradients)]
 
     def search(params: Any, source: jax.Array, new_tokens: int, beams: int) -> jax.Array:
         # Flax has no min_new_tokens; its lengths count the start token.

@@ -24,9 +24,9 @@ def main() -> None:
     def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> jax.Array:
         return model.loss(source, labels)[0]
 
-    def loss(source: np.ndarray, labels: np.ndarray) -> float:
-        value, _ = jax.block_until_ready(value_and_grad(pretrained.model, source, labels))
-        return float(value)
+    def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        value, gradients = jax.block_until_ready(value_and_grad(pretrained.model, source, labels))
+        return float(value), [np.asarray(gradient) for gradient in jax.tree.leaves(gradients)]
 
     def generate(source: np.ndarray, new_tokens: int, beams: int) -> list[list[int]]:
         outputs = pretrained.generate(

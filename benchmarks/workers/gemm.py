@@ -40,9 +40,7 @@ def main() -> None:
         product()
         for _ in range(worker.repeats):
             figures = timed(partial(repeat, product))
-            worker.emit(
-                library=library, precision=precision, flops=2 * ROWS * INNER * COLUMNS * CALLS, **figures
-            )
+            worker.emit(library=library, precision=precision, flops=2 * ROWS * INNER * COLUMNS * CALLS, **figures)
 
 
 def repeat(product: Callable[[], Any]) -> None:

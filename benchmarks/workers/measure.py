@@ -17,10 +17,10 @@ from workloads import sizes_and_works
 if TYPE_CHECKING:
     import numpy as np
 
-Loss = Callable[["np.ndarray", "np.ndarray"], float]  # source ids, labels -> the loss, all gradients computed
-Generate = Callable[
-    ["np.ndarray", int, int], list[list[int]]
-]  # source ids, new tokens, beams -> tokens of each row
+# Source ids and labels -> the loss, and its gradients, all computed: they are looked at when the clock has stopped.
+Loss = Callable[["np.ndarray", "np.ndarray"], tuple[float, list["np.ndarray"]]]
+# Source ids, new tokens and beams -> the tokens of each row.
+Generate = Callable[["np.ndarray", int, int], list[list[int]]]
 
 
 class Worker:
@@ -29,15 +29,11 @@ class Worker:
     def __init__(self, description: str, precisions: tuple[str, ...] = ("f32",)) -> None:
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("workload", choices=["prepare", "loss", "generate", "beam", "cold", "gemm"])
-        parser.add_argument(
-            "--model-dir", type=Path, help="where `prepare` puts the model and the others find it"
-        )
+        parser.add_argument("--model-dir", type=Path, help="where `prepare` puts the model and the others find it")
         parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one that is not timed")
         parser.add_argument("--pin", type=int, nargs="+", metavar="CORE", help="run on these cores only")
         parser.add_argument("--precision", choices=precisions, default=precisions[0])
-        parser.add_argument(
-            "--tiny", action="store_true", help="tiny sizes: shows that it runs, measures nothing"
-        )
+        parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
         parser.add_argument("--started", type=float, help="time.time() when this process was started (cold)")
         flags = parser.parse_args()
         self.workload: str = flags.workload
@@ -73,17 +69,18 @@ class Worker:
             self.mark("loss")
             self.emit(phases=self.phases)
         else:
-            call = (
-                self._loss("loss", loss)
-                if self.workload == "loss"
-                else self._generate(self.workload, generate)
-            )
+            call = self._loss("loss", loss) if self.workload == "loss" else self._generate(self.workload, generate)
             call()
             for _ in range(self.repeats):
-                self.emit(**timed(call))
+                figures = timed(call)
+                if self.workload == "loss":
+                    value, gradients = figures["result"]
+                    figures["result"] = {"loss": value, "gradient_norm": norm(gradients)}
+                    del gradients  # before the next call makes its own
+                self.emit(**figures)
         self.emit(versions={name: version(name) for name in libraries})
 
-    def _loss(self, name: str, loss: Loss) -> Callable[[], float]:
+    def _loss(self, name: str, loss: Loss) -> Callable[[], Any]:
         source, labels = self.works[name].source_ids(self.sizes), self.works[name].target_ids(self.sizes)
         return lambda: loss(source, labels)
 
@@ -106,6 +103,10 @@ class Worker:
     def emit(**record: Any) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
         print(json.dumps(record | {"peak_gb": peak}), flush=True)
+
+
+def norm(arrays: list[np.ndarray]) -> float:
+    return sum(float(array.ravel() @ array.ravel()) for array in arrays) ** 0.5
 
 
 def timed(call: Callable[[], Any]) -> dict[str, Any]:

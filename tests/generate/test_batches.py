@@ -1,0 +1,27 @@
+"""Buckets and batches of prompts."""
+
+import numpy as np
+
+from flaxen.generate.batches import batches, bucket
+
+
+def test_buckets_hold_and_waste_at_most_a_third() -> None:
+    sizes = sorted({bucket(n) for n in range(1, 5000)})
+    assert sizes[:7] == [16, 24, 32, 48, 64, 96, 128]
+    for n in range(16, 5000):
+        assert n <= bucket(n) <= 1.5 * n
+
+
+def test_every_prompt_is_in_one_batch_and_padding_is_marked() -> None:
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(2, 99, draw.integers(1, 70)).tolist() for _ in range(23)]
+    seen = []
+    for rows, ids, valid in batches(prompts, 4, pad=0):
+        assert len(rows) <= 4
+        for row, real, mask in zip(rows, ids, valid):
+            assert row >= 0 or not mask.any()
+            if row >= 0:
+                assert real[mask].tolist() == prompts[row]
+                assert (real[~mask] == 0).all()
+                seen.append(int(row))
+    assert sorted(seen) == list(range(23))

@@ -1,0 +1,172 @@
+"""Generation against transformers' torch, live; and its own invariants."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from conftest import Reference
+
+import flaxen
+from flaxen.generate import search
+
+
+def prompts(vocab: int, n: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(2, vocab, draw.integers(1, longest + 1)).tolist() for _ in range(n)]
+
+
+def torch_generate(
+    reference: Reference, ids: list[list[int]], **options: object
+) -> tuple[list[list[int]], list[float]]:
+    """Tokens without start and padding, and sequence scores, of a padded batch."""
+    width = max(map(len, ids))
+    batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+    out = reference.model.generate(
+        input_ids=batch,
+        attention_mask=mask,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **{"do_sample": False, **options},
+    )
+    eos = options.get("eos_token_id", 1)
+    ends = set(eos if isinstance(eos, list) else [eos])
+    rows = []
+    for row in out.sequences[:, 1:].tolist():
+        n = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[:n])
+    return rows, out.sequences_scores.tolist() if "sequences_scores" in out and out.sequences_scores is not None else []
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_fifty_inputs_give_torchs_tokens(reference: Reference, beams: int) -> None:
+    ids = prompts(reference.vocab, 50)
+    theirs, scores = torch_generate(reference, ids, max_new_tokens=20, num_beams=beams)
+    ours = flaxen.load(reference.directory).generate(ids, max_new_tokens=20, num_beams=beams)
+    assert [one.tokens for one in ours] == theirs
+    if beams > 1:
+        np.testing.assert_allclose([one.score for one in ours], scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "length_penalty": 2.0},
+        {"num_beams": 3, "length_penalty": -1.0},
+        {"num_beams": 3, "early_stopping": True},
+        {"num_beams": 3, "early_stopping": "never", "length_penalty": 0.7},
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"num_beams": 3, "eos_token_id": [1, 5, 7]},
+        {"eos_token_id": [1, 5, 7]},
+        {"repetition_penalty": 1.7},
+        {"num_beams": 3, "repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 1},
+        {"no_repeat_ngram_size": 2},
+        {"num_beams": 3, "no_repeat_ngram_size": 3},
+        {"min_new_tokens": 9},
+        {"num_beams": 3, "min_new_tokens": 9},
+        {"forced_bos_token_id": 11},
+        {"num_beams": 3, "forced_bos_token_id": 11, "forced_eos_token_id": 1},
+        {"max_new_tokens": 1},
+        {"num_beams": 4, "max_new_tokens": 1},
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean_in_transformers(t5_reference: Reference, options: dict) -> None:
+    ids = prompts(t5_reference.vocab, 12, seed=1)
+    options = {"max_new_tokens": 14, **options}
+    theirs, scores = torch_generate(t5_reference, ids, **options)
+    ours = flaxen.load(t5_reference.directory).generate(ids, **options)
+    assert [one.tokens for one in ours] == theirs
+    if scores:
+        np.testing.assert_allclose([one.score for one in ours], scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_bad_words(t5_reference: Reference, beams: int) -> None:
+    """Ban what greedy search says: single tokens, pairs and triples of its own output."""
+    ids = prompts(t5_reference.vocab, 8, seed=2)
+    pretrained = flaxen.load(t5_reference.directory)
+    said = [one.tokens for one in pretrained.generate(ids, max_new_tokens=10) if len(one.tokens) > 5]
+    words = [said[0][:1], said[1][:2], said[2][1:4], said[3][2:4], [1]]
+    theirs, _ = torch_generate(t5_reference, ids, max_new_tokens=10, num_beams=beams, bad_words_ids=words)
+    ours = pretrained.generate(ids, max_new_tokens=10, num_beams=beams, bad_words_ids=words)
+    assert [one.tokens for one in ours] == theirs
+    assert theirs != torch_generate(t5_reference, ids, max_new_tokens=10, num_beams=beams)[0]
+
+
+def test_batching_does_not_matter(t5_reference: Reference) -> None:
+    """A prompt has one output, alone or beside others, greedy, sampled or searched with beams."""
+    pretrained = flaxen.load(t5_reference.directory)
+    ids = prompts(t5_reference.vocab, 7, seed=3)
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "seed": 5, "num_return_sequences": 2}):
+        one = pretrained.generate(ids, batch_size=16, max_new_tokens=9, **options)
+        other = pretrained.generate(ids, batch_size=2, max_new_tokens=9, **options)
+        assert [o.tokens for o in one] == [o.tokens for o in other]
+        assert [o.index for o in one] == sorted(o.index for o in one)
+
+
+def test_logprobs_are_the_models_own(t5_reference: Reference) -> None:
+    """Teacher-forcing the output gives the reported log-probabilities, for every kind of search."""
+    pretrained = flaxen.load(t5_reference.directory)
+    ids = prompts(t5_reference.vocab, 3, seed=4)
+    kinds = ({}, {"num_beams": 3, "repetition_penalty": 1.3}, {"do_sample": True, "temperature": 1.5, "top_k": 0})
+    for options in kinds:
+        for one in pretrained.generate(ids, max_new_tokens=8, **options):
+            logits = pretrained.logits([ids[one.index]], [[0, *one.tokens[:-1]]])[0]
+            expected = jax.nn.log_softmax(jnp.asarray(logits))[jnp.arange(len(one.tokens)), jnp.asarray(one.tokens)]
+            np.testing.assert_allclose(one.logprobs, expected, atol=2e-5)
+            if "num_beams" not in options:
+                assert one.score == pytest.approx(sum(one.logprobs), abs=1e-4)
+
+
+def test_sampling_follows_the_distribution(t5_reference: Reference) -> None:
+    """First tokens of 4,000 samples against softmax(logits / T) among the top k: chi-squared."""
+    pretrained = flaxen.load(t5_reference.directory)
+    (ids,) = prompts(t5_reference.vocab, 1, seed=5)
+    n = 4000
+    out = pretrained.generate([ids], do_sample=True, top_k=6, temperature=1.4, num_return_sequences=n, max_new_tokens=1)
+    logits = pretrained.logits([ids], [[0]])[0, 0] / 1.4
+    best = np.argsort(logits)[::-1][:6]
+    expected = np.exp(logits[best] - logits[best].max())
+    expected = n * expected / expected.sum()
+    counts = np.array([sum(one.tokens[0] == token for one in out) for token in best])
+    assert counts.sum() == n
+    assert ((counts - expected) ** 2 / expected).sum() < 20.5  # the 99.9 % point with 5 degrees of freedom
+    again = pretrained.generate(
+        [ids], do_sample=True, top_k=6, temperature=1.4, num_return_sequences=n, max_new_tokens=1
+    )
+    assert [one.tokens for one in out] == [one.tokens for one in again]
+    other = pretrained.generate(
+        [ids], do_sample=True, top_k=6, temperature=1.4, num_return_sequences=n, max_new_tokens=1, seed=1
+    )
+    assert [one.tokens for one in out] != [one.tokens for one in other]
+
+
+def test_a_new_length_within_a_bucket_compiles_nothing(t5_reference: Reference) -> None:
+    """Nor does another limit, temperature, penalty or seed."""
+    pretrained = flaxen.load(t5_reference.directory)
+    count = lambda: search.begin._cache_size() + search.advance._cache_size()  # noqa: E731
+    sample = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}
+    pretrained.generate([[5] * 17], max_new_tokens=12)
+    pretrained.generate([[5] * 17], max_new_tokens=12, num_beams=2, length_penalty=0.5)
+    pretrained.generate([[5] * 17], max_new_tokens=12, temperature=0.7, seed=1, **sample)
+    before = count()
+    for n in (18, 20, 24):
+        pretrained.generate([[5] * n], max_new_tokens=n - 8)
+        pretrained.generate([[5] * n], max_new_tokens=n - 8, num_beams=2, length_penalty=n / 10)
+        pretrained.generate([[5] * n], max_new_tokens=n - 8, temperature=0.1 * n, seed=n, **{**sample, "top_p": 0.5})
+    assert count() == before
+    pretrained.generate([[5] * 25], max_new_tokens=12)  # the next bucket
+    assert count() == before + 2
+
+
+def test_cross_keys_are_per_input(t5_reference: Reference) -> None:
+    """The state of four beams holds the encoder's keys once."""
+    pretrained = flaxen.load(t5_reference.directory)
+    inputs = (jnp.full((2, 16), 5, jnp.int32), jnp.ones((2, 16), bool))
+    options = flaxen.Options(num_beams=4)
+    state = search.begin(flaxen.pretrained.Decoding, pretrained.model, inputs, jnp.arange(2), 16, options, 0).state
+    heads, size = pretrained.config.n_heads, pretrained.config.d_head
+    assert all(k.shape == v.shape == (2, heads, 16, size) for k, v in state.source)
