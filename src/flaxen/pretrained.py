@@ -22,7 +22,7 @@ from flaxen.models.t5 import T5, Config, Decoding
 from flaxen.nn.param import initialise
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Prompts = str | Sequence[Any]  # texts, or lists of ids
 
 
 @dataclass(frozen=True)

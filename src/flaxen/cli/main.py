@@ -15,14 +15,14 @@ Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Info
 
 def main() -> None:
     """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
-    command = tyro.cli(
-        Command,  # type: ignore[arg-type]
-        prog="flaxen",
-        description="T5, mT5 and ByT5 in JAX: Hugging Face checkpoints in and out.\n\n"
-        "Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1.",
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
     try:
+        command = tyro.cli(
+            Command,  # type: ignore[arg-type]
+            prog="flaxen",
+            description="T5, mT5 and ByT5 in JAX: Hugging Face checkpoints in and out.\n\n"
+            "Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1.",
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
         command.run(_given(sys.argv[1:]))
     except (InputError, OSError) as error:
         if os.environ.get("FLAXEN_TRACEBACK"):

@@ -24,8 +24,8 @@ DEAD = -1e9  # the score of a beam that does not exist; finite as transformers' 
 class Decodes(Protocol):
     """All that the generator knows of a model."""
 
-    def start(self, inputs: Any, length: int, beams: int) -> tuple[Int[Array, "B G"], Any]:
-        """The first tokens, and a state with room for `length` of them."""
+    def start(self, inputs: Any, length: int, beams: int, reorder: bool) -> tuple[Int[Array, "B G"], Any]:
+        """The first tokens, and a state with room for `length` of them; `select` is called only with `reorder`."""
         ...
 
     def step(self, tokens: Int[Array, "B G"], state: Any) -> tuple[Float[Array, "B G V"], Any]:
@@ -74,7 +74,7 @@ def begin(
     pad: int,
 ) -> Sampling | Beams:
     """A search with room for `room` tokens. Rows of -1 are padding of the batch: they count as finished."""
-    first, state = decoding(model).start(inputs, room, options.beams)
+    first, state = decoding(model).start(inputs, room, options.beams, reorder=options.num_beams > 1)
     tokens = jnp.full((*first.shape, room + 1), pad, jnp.int32).at[:, :, 0].set(first)
     logprobs = jnp.zeros(tokens.shape, jnp.float32)
     idle, length = rows < 0, jnp.ones((), jnp.int32)

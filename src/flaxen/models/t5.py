@@ -235,12 +235,14 @@ class T5(nnx.Module):
 
 
 class State(NamedTuple):
-    """All that decoding carries from token to token, for B inputs × G beams (or samples) of each."""
+    """All that decoding carries from token to token, for B inputs × G sequences of each."""
 
-    layers: tuple[tuple[Array, Array], ...]  # keys and values [B, N, T, G, H], filled up to `position`
+    layers: tuple[
+        tuple[Array, Array], ...
+    ]  # keys and values of the past: [B, N G, T, H], or with a writer [B, N, T G, H]
     source: tuple[tuple[Array, Array], ...]  # of the encoder's output [B, N, S, H]: once per input, not per beam
     valid: Bool[Array, "B S"]
-    writer: Int[Array, "B G T"]  # which beam wrote the key that beam g reads at position t
+    writer: Int[Array, "B G T"] | None  # which beam wrote the key that beam g reads at position t
     position: Int[Array, ""]
 
 
@@ -253,39 +255,41 @@ class Decoding:
         self.layers = unstack(model.decoder.layers)
 
     def start(
-        self, inputs: tuple[Int[Array, "B S"], Bool[Array, "B S"]], length: int, beams: int
+        self, inputs: tuple[Int[Array, "B S"], Bool[Array, "B S"]], length: int, beams: int, reorder: bool
     ) -> tuple[Int[Array, "B G"], State]:
         """The first decoder token of every beam, and a state with room for `length` tokens."""
         (ids, valid), c = inputs, self.model.config
+        batch = len(ids)
         source = self.model.encode(ids, valid)
-        room = jnp.zeros((ids.shape[0], c.n_heads, length, beams, c.d_head), source.dtype)
-        return jnp.full((ids.shape[0], beams), c.start_id, jnp.int32), State(
+        shape = (c.n_heads, length * beams) if reorder else (c.n_heads * beams, length)
+        room = jnp.zeros((batch, *shape, c.d_head), source.dtype)
+        writer = jnp.broadcast_to(jnp.arange(beams)[:, None], (batch, beams, length)) if reorder else None
+        return jnp.full((batch, beams), c.start_id, jnp.int32), State(
             layers=tuple((room, room) for _ in self.layers),
             source=tuple(layer.cross.keys_values(source) for layer in self.layers),
             valid=valid,
-            writer=jnp.broadcast_to(jnp.arange(beams)[:, None], (ids.shape[0], beams, length)),
+            writer=writer,
             position=jnp.zeros((), jnp.int32),
         )
 
     def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
         """The logits after `tokens`, which stand at `state.position`."""
         model, dtype = self.model, jnp.dtype(self.model.config.compute)
-        length, beams = state.writer.shape[2], tokens.shape[1]
-        time = jnp.arange(length)
-        past = model.decoder.bias(time - state.position)[None, :, None, :, None]  # [1, N, 1, T, 1]
-        # A beam reads a key if the beam that wrote it is its ancestor: reordering beams moves no keys.
-        mine = (state.writer[..., None] == jnp.arange(beams)) & (time <= state.position)[:, None]  # [B, G, T, G]
-        own = (past + jnp.where(mine, 0.0, MASKED)[:, None]).reshape(len(tokens), -1, beams, length * beams)
-        other = jnp.where(state.valid, 0.0, MASKED)[:, None, None]
+        own, other = self._own_bias(state, tokens.shape[1]), jnp.where(state.valid, 0.0, MASKED)[:, None, None]
         x = model.embedding(tokens).astype(jnp.float32)
         caches = []
-        for layer, (keys, values), source in zip(self.layers, state.layers, state.source):
+        for layer, past, source in zip(self.layers, state.layers, state.source):
             h = layer.attention_norm(x, dtype)
-            k, v = (a[:, :, None] for a in layer.attention.keys_values(h))
-            keys = lax.dynamic_update_slice_in_dim(keys, k, state.position, 2)
-            values = lax.dynamic_update_slice_in_dim(values, v, state.position, 2)
-            flat = (*keys.shape[:2], length * beams, keys.shape[-1])
-            y = attend_plain(layer.attention.query(h), keys.reshape(flat), values.reshape(flat), own)
+            q, new = layer.attention.query(h), layer.attention.keys_values(h)  # each [B, N, G, H]
+            if state.writer is None:
+                # Sequences that never meet: each is a head of its own.
+                keys, values = (
+                    _write(old, a.reshape(*old.shape[:2], 1, -1), state.position) for old, a in zip(past, new)
+                )
+                y = attend_plain(q.reshape(*keys.shape[:2], 1, -1), keys, values, own).reshape(q.shape)
+            else:
+                keys, values = (_write(old, a, state.position * a.shape[2]) for old, a in zip(past, new))
+                y = attend_plain(q, keys, values, own)
             x = x + layer.attention.output(y)
             h = layer.cross_norm(x, dtype)
             x = x + layer.cross.output(attend_plain(layer.cross.query(h), *source, other))
@@ -294,8 +298,26 @@ class Decoding:
         logits = model.output_head.logits(model.scale(model.decoder.norm(x, dtype)))
         return logits, state._replace(layers=tuple(caches), position=state.position + 1)
 
+    def _own_bias(self, state: State, beams: int) -> Float[Array, "#B N G S"]:
+        """Relative bias and mask of the past, in the shape that its keys have."""
+        if state.writer is None:
+            time = jnp.arange(state.layers[0][0].shape[2])
+            bias = self.model.decoder.bias(time - state.position) + jnp.where(time <= state.position, 0.0, MASKED)
+            return jnp.repeat(bias, beams, axis=0)[None, :, None]
+        time = jnp.arange(state.writer.shape[2])
+        bias = self.model.decoder.bias(time - state.position)[None, :, None, :, None]  # [1, N, 1, T, 1]
+        # A beam reads a key if the beam that wrote it is its ancestor: reordering beams moves no keys.
+        mine = (state.writer[..., None] == jnp.arange(beams)) & (time <= state.position)[:, None]  # [B, G, T, G]
+        bias = bias + jnp.where(mine, 0.0, MASKED)[:, None]
+        return bias.reshape(*bias.shape[:3], -1)
+
     def select(self, state: State, beams: Int[Array, "B G"]) -> State:
         """Beam g goes on from what was beam beams[b, g]."""
+        assert state.writer is not None, "start(reorder=True) makes a state whose beams can be selected"
         writer = jnp.take_along_axis(state.writer, beams[:, :, None], axis=1)
         ahead = jnp.arange(writer.shape[2]) >= state.position
         return state._replace(writer=jnp.where(ahead, jnp.arange(writer.shape[1])[:, None], writer))
+
+
+def _write(cache: Array, new: Array, at: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(cache, new, at, 2)

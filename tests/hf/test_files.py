@@ -1,0 +1,122 @@
+"""Directories are read with care and written whole or not at all."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from flaxen.errors import InputError
+from flaxen.hf.files import Tensors, locate, read_json, whole_directory, write_tensors
+
+
+def test_tensors_read_what_safetensors_wrote(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    written = {
+        "a": draw.standard_normal((3, 4)).astype(np.float32),
+        "b": draw.standard_normal(5).astype(ml_dtypes.bfloat16),
+        "c": draw.standard_normal((2, 1)).astype(np.float16),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    save_file(written, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = Tensors(tmp_path)
+    assert set(tensors) == set(written)
+    for name, array in written.items():
+        assert tensors[name].dtype == array.dtype
+        np.testing.assert_array_equal(np.asarray(tensors[name], np.float32), array.astype(np.float32))
+
+
+def test_shards_hold_the_same_tensors(tmp_path: Path) -> None:
+    arrays = {f"t{i}": np.full((10, 10), i, np.float32) for i in range(7)}
+    write_tensors(tmp_path, arrays, shard_bytes=900)
+    assert len(list(tmp_path.glob("model-*-of-00004.safetensors"))) == 4
+    assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 2800
+    tensors = Tensors(tmp_path)
+    assert {name: float(tensors[name][0, 0]) for name in tensors} == {f"t{i}": i for i in range(7)}
+    (tmp_path / "model-00002-of-00004.safetensors").unlink()
+    with pytest.raises(InputError, match="model-00002-of-00004"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, 100, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros((30, 30), np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(InputError, match=r"model\.safetensors.*cut short"):
+        Tensors(tmp_path)
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin.*safetensors first"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_bad_json_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=r"config\.json"):
+        read_json(tmp_path / "config.json")
+
+
+def test_missing_json_says_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "weights.txt").touch()
+    with pytest.raises(InputError, match=r"has no config\.json; it holds weights\.txt"):
+        read_json(tmp_path / "config.json")
+
+
+def test_locate(tmp_path: Path) -> None:
+    assert locate(tmp_path) == tmp_path
+    with pytest.raises(InputError, match="no directory"):
+        locate(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file"):
+        locate(tmp_path / "file")
+    with pytest.raises(InputError, match="the hub did not give it"):  # HF_HUB_OFFLINE is set in tests
+        locate("nobody/nothing")
+
+
+def test_a_hub_model_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout that huggingface_hub keeps on disk, made by hand."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0" * 40
+    root = tmp_path / "models--some--model"
+    snapshot = root / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text("{}")
+    assert locate("some/model").resolve() == snapshot.resolve()
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with pytest.raises(OSError, match="full"), whole_directory(target) as fresh:
+        (fresh / "config.json").write_text("half")
+        raise OSError("disk full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with whole_directory(target) as fresh:
+        (fresh / "config.json").write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_directory(target) as fresh:
+        (fresh / "config.json").write_text("half")
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (target / "config.json").read_text() == "old"
+    with whole_directory(target) as fresh:
+        (fresh / "config.json").write_text("new")
+    assert (target / "config.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_other_peoples_directories_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="is no checkpoint"), whole_directory(tmp_path):
+        pass
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -1,0 +1,61 @@
+"""Who may import whom, and what must never be imported."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "flaxen"
+# Each package and what it may import of flaxen, beside itself.
+ALLOWED = {
+    "tree": set(),
+    "errors": set(),
+    "nn": {"tree"},
+    "models": {"nn", "tree"},
+    "data": {"errors"},
+    "generate": {"errors"},
+    "hf": {"models", "nn", "tree", "errors"},
+    "pretrained": {"hf", "models", "nn", "data", "generate", "tree", "errors"},
+    "cli": {"pretrained", "hf", "models", "data", "generate", "tree", "errors", ""},
+    "": {"pretrained", "generate", "errors"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names if node.module == "flaxen"}
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_direction(path: Path) -> None:
+    home = path.relative_to(SOURCE).parts[0].removesuffix(".py").replace("__init__", "")
+    used = imports(path)
+    ours = {[*name.split("."), ""][1] for name in used if name.split(".")[0] == "flaxen" and name != "flaxen"}
+    assert ours <= ALLOWED[home] | {home}
+    assert not {name.split(".")[0] for name in used} & {"torch", "transformers", "tensorflow"}
+    if home == "data":
+        assert not any(name.split(".")[0] in ("jax", "flax") for name in used)
+
+
+def test_help_and_data_import_nothing_heavy() -> None:
+    script = "import flaxen, flaxen.cli.main, flaxen.data.tokenizers, sys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {
+        "jax",
+        "flax",
+        "numpy",
+        "torch",
+        "transformers",
+        "huggingface_hub",
+        "tokenizers",
+        "sentencepiece",
+        "datasets",
+    }
+    assert not heavy & set(modules)

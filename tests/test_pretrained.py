@@ -1,0 +1,113 @@
+"""What a person does with a loaded model, and what goes wrong."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from conftest import Reference, make_reference
+
+import flaxen
+from flaxen.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("byt5")
+    make_reference("byt5", directory)
+    transformers.ByT5Tokenizer().save_pretrained(directory)
+    return directory
+
+
+def test_text_in_text_out(byt5: Path, tmp_path: Path) -> None:
+    pretrained = flaxen.load(byt5)
+    (one,) = pretrained.generate("Grüße, 世界", max_new_tokens=7)
+    assert one.text == pretrained.tokenizer.decode(one.tokens)
+    assert len(one.tokens) == len(one.logprobs) <= 7
+    pretrained.save(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs("Grüße").input_ids == pretrained.tokenizer.encode("Grüße")
+
+
+def test_stream_is_generate_piece_by_piece(byt5: Path) -> None:
+    pretrained = flaxen.load(byt5)
+    for options in ({}, {"do_sample": True, "seed": 3}):
+        pieces = list(pretrained.stream("Hello", max_new_tokens=12, **options))
+        (whole,) = pretrained.generate("Hello", max_new_tokens=12, **options)
+        assert "".join(pieces) == whole.text
+    with pytest.raises(InputError, match="one sequence"):
+        list(pretrained.stream("Hello", num_beams=2))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([""], "prompt 0 is empty"),
+        (["fine", "</s>"], "prompt 1 holds only special tokens"),
+        (["<pad></s><pad>"], "only special tokens"),
+        ([[]], "prompt 0 is empty"),
+        ([[5, 6], [0, 1]], "prompt 1 holds only special tokens"),
+        ([[5, 384]], "id 384 is not in 0 … 383"),
+        ([[5, -1]], "id -1 is not in"),
+        ([5, 6], "wrap it in a list"),
+        ([[0.5]], "integer ids"),
+    ],
+    ids=str,
+)
+def test_prompts_that_cannot_be(byt5: Path, prompts: list, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        flaxen.load(byt5).generate(prompts)
+
+
+def test_no_prompts_no_outputs(byt5: Path) -> None:
+    assert flaxen.load(byt5).generate([]) == []
+
+
+def test_logits_check_their_input(t5_reference: Reference) -> None:
+    pretrained = flaxen.load(t5_reference.directory)
+    with pytest.raises(InputError, match="id 97 is not in 0 … 96"):
+        pretrained.logits([[97]], [[0]])
+    with pytest.raises(InputError, match="differ in length"):
+        pretrained.logits([[5, 6], [7]], [[0], [0]])
+    with pytest.raises(InputError, match="they must be equal"):
+        pretrained.logits([[5, 6]], [[0]], [[True]])
+    with pytest.raises(InputError, match="no tokenizer files"):
+        pretrained.generate("text")
+    with pytest.raises(InputError, match="token id 97 in the options"):
+        pretrained.generate([[5]], bad_words_ids=[[97]])
+    with pytest.raises(InputError, match="dtype and compute must be one of"):
+        flaxen.load(t5_reference.directory, dtype="float16")
+
+
+def test_created_models_generate_and_save(tmp_path: Path) -> None:
+    from flaxen.models.t5 import Config
+
+    tiny = Config(vocab_size=40, d_model=16, d_head=4, d_ff=24, n_layers=1, n_decoder_layers=1, n_heads=4)
+    one = flaxen.create(tiny, seed=3)
+    one.save(tmp_path / "tiny")
+    two = flaxen.load(tmp_path / "tiny")
+    np.testing.assert_array_equal(one.logits([[5, 6]], [[0, 7]]), two.logits([[5, 6]], [[0, 7]]))
+
+
+def test_a_full_disk_leaves_nothing(byt5: Path, tmp_path: Path) -> None:
+    """A limit on file size stands in for the full disk: writing fails halfway through the weights."""
+    script = (
+        "import resource, signal, sys, flaxen\n"
+        "pretrained = flaxen.load(sys.argv[1])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "try:\n"
+        "    pretrained.save(sys.argv[2])\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+        "    sys.exit(7)\n"
+    )
+    run = [sys.executable, "-c", script, str(byt5), str(tmp_path / "out" / "model")]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "File too large" in done.stdout
+    assert list((tmp_path / "out").iterdir()) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
