@@ -100,6 +100,15 @@ def cold_table(samples: Samples, cores: int) -> Table:
     return result
 
 
+def disturbed(workload: str, samples: Samples, limit: float = 0.1) -> str:
+    """The systems that had to share the machine, and with how many cores' worth of other processes."""
+    systems = samples.get(workload, {})
+    worst = {name: max(record["others"] for record in records) for name, records in systems.items()}
+    # The GEMM peak is the best of its processes, so one that ran alone is enough.
+    worst["gemm"] = min(record["others"] for record in samples["gemm"]["gemm"])
+    return ", ".join(f"{name} ran beside {cores:.2f} busy cores" for name, cores in worst.items() if cores > limit)
+
+
 def footer(samples: Samples, cores: int) -> str:
     """The ceiling that the tables refer to, the clock of the ratios, and the versions measured."""
     peaks = ", ".join(f"{speed:.0f} GFLOP/s {name}" for name, speed in gemm_peaks(samples, cores).items())

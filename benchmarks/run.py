@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,8 @@ class Bench:
                 continue
             with tempfile.TemporaryDirectory(dir=self.scratch) as empty:
                 for start in ("first", "second"):
+                    if name in self.failures:
+                        break
                     records = self._worker(name, SYSTEMS[name], "cold", cache=empty)
                     self._keep(workload, name, [record | {"start": start} for record in records])
 
@@ -131,6 +134,8 @@ class Bench:
             self.console.print(report.cold_table(self.samples, cores))
         elif self.samples.get(workload):
             self.console.print(report.work_table(workload, self.samples, cores, self.tiny))
+        if disturbed := report.disturbed(workload, self.samples):
+            self.console.print(f"DISTURBED, do not quote: {disturbed}", style="red", markup=False)
         for name in names:
             if name in self.failures:
                 self.console.print(f"{name}: {self.failures[name]}", style="red", markup=False)
@@ -152,7 +157,7 @@ class Bench:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        started = time.time()
+        started, busy = time.time(), others_cpu()
         done = subprocess.run(
             [*command, "--started", str(started)],
             env=environment,
@@ -166,8 +171,18 @@ class Bench:
             self.failures[name] = f"failed in {workload} (exit {done.returncode}): {reason}"
             self.console.print(f"  {name}: {self.failures[name]}", style="red")
             return []
-        self.console.print(f"  {name}: {time.time() - started:.0f} s in all", style="dim")
-        return records
+        seconds = time.time() - started
+        others = (others_cpu() - busy) / seconds
+        self.console.print(f"  {name}: {seconds:.0f} s in all, others used {others:.2f} cores", style="dim")
+        return [record | {"others": others} for record in records]
+
+
+def others_cpu() -> float:
+    """CPU seconds since boot of all processes but our finished children (Linux; time the host stole counts)."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ticks = user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK") - children.ru_utime - children.ru_stime
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ ALLOWED = {
     "data": {"errors"},
     "generate": {"errors"},
     "hf": {"models", "nn", "tree", "errors"},
+    "train": {"models", "nn", "tree"},
     "pretrained": {"hf", "models", "nn", "data", "generate", "tree", "errors"},
     "cli": {"pretrained", "hf", "models", "data", "generate", "tree", "errors", ""},
     "": {"pretrained", "generate", "errors"},

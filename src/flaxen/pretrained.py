@@ -213,7 +213,7 @@ def create(config: Config, seed: int = 0, tokenizer: Tokenizer | None = None) ->
 
 def cache_compilations() -> None:
     """Keep compiled programs on disk between runs, unless JAX_COMPILATION_CACHE_DIR says where."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(base / "flaxen" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -175,9 +175,7 @@ def test_decoder_does_not_see_the_future() -> None:
     source = model.encode(ids)
 
     def hidden(x: jax.Array) -> jax.Array:
-        from flaxen.nn.attention import Plan
-
-        return model.decoder(x, None, (source, Plan()), None)[0].sum(axis=-1)
+        return model.decoder(x, None, (source, None), None)[0].sum(axis=-1)
 
     jacobian = jax.jacobian(hidden)(model.embedding(jnp.asarray([[0, 5, 6, 7, 8, 9]])))[:, 0]
     reach = np.abs(jacobian).sum(axis=-1) > 0

@@ -25,15 +25,15 @@ def random_case(t: int, s: int, seed: int = 0) -> tuple:
 @pytest.mark.parametrize(
     ("t", "s", "causal"), [(1, 5, False), (7, 7, True), (50, 130, False), (129, 129, True), (64, 64, True)]
 )
-@pytest.mark.parametrize(("block", "key_block"), [(16, 32), (128, 512)])
-def test_blockwise_is_plain(t: int, s: int, causal: bool, block: int, key_block: int) -> None:
+@pytest.mark.parametrize("block", [16, 256])
+def test_blockwise_is_plain(t: int, s: int, causal: bool, block: int) -> None:
     q, k, v, g, bias, valid = random_case(t, s)
 
     def blockwise(q, k, v, bias):
-        return attend(q, k, v, Plan(valid, bias, causal), block=block, key_block=key_block)
+        return attend(q, k, v, Plan(valid, bias, causal), block=block)
 
     def plain(q, k, v, bias):
-        return attend_plain(q, k, v, full_bias(Plan(valid, bias, causal), t, s))
+        return attend_plain(q, k.swapaxes(2, 3), v, full_bias(Plan(valid, bias, causal), t, s))
 
     ours, ours_back = jax.vjp(blockwise, q, k, v, bias)
     theirs, theirs_back = jax.vjp(plain, q, k, v, bias)
@@ -46,13 +46,13 @@ def test_dropout_is_the_same_in_forward_and_backward() -> None:
     """Weights dropped with a key: the function is linear in v, so its derivative along v is the function itself."""
     q, k, v, _, bias, valid = random_case(40, 40)
     key = jax.random.key(3)
-    f = lambda v: attend(q, k, v, Plan(valid, bias, True, rate=0.5), key, block=16, key_block=16)  # noqa: E731
+    f = lambda v: attend(q, k, v, Plan(valid, bias, True, rate=0.5), key, block=16)  # noqa: E731
     out, back = jax.vjp(f, v)
     np.testing.assert_allclose(jnp.vdot(out, out), jnp.vdot(back(out)[0], v), rtol=1e-5)
     assert not np.allclose(out, attend(q, k, v, Plan(valid, bias, True)))
     # And a numeric derivative in q, which passes through the dropped softmax.
     direction = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
-    h = lambda e: attend(q + e * direction, k, v, Plan(valid, bias, True, rate=0.5), key, block=16, key_block=16).sum()  # noqa: E731
+    h = lambda e: attend(q + e * direction, k, v, Plan(valid, bias, True, rate=0.5), key, block=16).sum()  # noqa: E731
     numeric = (h(1e-2) - h(-1e-2)) / 2e-2
     np.testing.assert_allclose(jax.grad(h)(0.0), numeric, rtol=5e-3)
 
@@ -71,6 +71,6 @@ def test_a_row_without_valid_keys_is_finite() -> None:
 
 
 def test_toeplitz_is_the_indexed_matrix() -> None:
-    window = jnp.arange(2 * 9.0).reshape(2, 9)
+    window = jnp.arange(9.0)
     index = np.arange(6) - np.arange(4)[:, None] + 3
-    np.testing.assert_array_equal(_toeplitz(window, 4, 6), window[:, index])
+    np.testing.assert_array_equal(_toeplitz(window, 4, 6), window[index])

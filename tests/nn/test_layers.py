@@ -5,31 +5,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxen.nn.layers import MLP, Linear, RMSNorm, dropout, keep_mask
-from flaxen.nn.matmul import matmul
+from flaxen.nn.layers import MLP, Linear, RMSNorm, dropout, for_few_rows, keep_mask
+from flaxen.nn.matmul import contract, contract_few
 from flaxen.nn.param import initialise, normal
 
 
-@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
-def test_matmul_has_the_gradient_of_a_product(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("inputs", "outputs"), [((6,), (2, 5)), ((2, 5), (6,))])
+def test_contract_has_the_gradient_of_a_product(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
     draw = np.random.default_rng(0)
-    x, w = (
-        jnp.asarray(draw.standard_normal((3, 4, shape[0])), jnp.float32),
-        jnp.asarray(draw.standard_normal(shape), jnp.float32),
-    )
-    out, back = jax.vjp(matmul, x, w)
-    expected, expected_back = jax.vjp(lambda x, w: x @ w, x, w)
+    x, w = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in ((3, 4, *inputs), (*inputs, *outputs)))
+    out, back = jax.vjp(lambda x, w: contract(x, w, len(inputs)), x, w)
+    expected, expected_back = jax.vjp(lambda x, w: jnp.tensordot(x, w, len(inputs)), x, w)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     for mine, other in zip(back(out), expected_back(out)):
         np.testing.assert_allclose(mine, other, atol=1e-4)
 
 
 def test_bfloat16_products_sum_in_float32() -> None:
-    """4096 ones and a half: bfloat16 sums would stop growing at 256."""
+    """4096 ones: bfloat16 sums would stop growing at 256."""
     x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((4096, 1), jnp.float32)
-    assert float(matmul(x, w)[0, 0]) == 4096
-    assert matmul(x, w).dtype == jnp.bfloat16
-    assert jax.grad(lambda w: matmul(x, w).astype(jnp.float32).sum())(w).dtype == jnp.float32
+    assert float(contract(x, w, 1)[0, 0]) == float(contract_few(x, w.T)[0, 0]) == 4096
+    assert contract(x, w, 1).dtype == jnp.bfloat16
+    assert jax.grad(lambda w: contract(x, w, 1).astype(jnp.float32).sum())(w).dtype == jnp.float32
+
+
+def test_few_rows_is_the_same_map() -> None:
+    mlp = initialise(MLP(4, 6, "relu", gated=True), 0)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 4)), jnp.float32)
+    np.testing.assert_allclose(for_few_rows(mlp)(x, 0.0, None), mlp(x, 0.0, None), atol=1e-6)
+    layer = initialise(Linear((3, 4), (5, 2), std=1.0), 0)
+    y = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 3, 4)), jnp.float32)
+    np.testing.assert_allclose(for_few_rows(layer)(y), layer(y), atol=1e-5)
 
 
 def test_linear_contracts_axis_tuples() -> None:
@@ -56,7 +62,8 @@ def test_gate_multiplies() -> None:
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_dropout_rate_scale_and_independence(rate: float) -> None:
     x = jnp.ones((300, 400))
-    masks = [np.asarray(keep_mask(jax.random.key(seed), x.shape, rate)) for seed in (0, 1)]
+    index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+    masks = [np.asarray(keep_mask(jax.random.key(seed), index, rate)) for seed in (0, 1)]
     n, p = x.size, 1 - rate
     for mask in masks:
         assert abs(mask.mean() - p) < 5 * np.sqrt(p * rate / n)

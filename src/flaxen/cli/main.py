@@ -17,7 +17,7 @@ def main() -> None:
     """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
     try:
         command = tyro.cli(
-            Command,  # type: ignore[arg-type]
+            Command,
             prog="flaxen",
             description="T5, mT5 and ByT5 in JAX: Hugging Face checkpoints in and out.\n\n"
             "Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1.",

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.attention import MASKED, Attention, Plan, attend_plain
-from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout
+from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout, for_few_rows
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import stacked
 from flaxen.nn.position import RelativeBias
-from flaxen.nn.stack import run, unstack
+from flaxen.nn.stack import by_rows, kept, run, unstack
 
 
 @dataclass(frozen=True)
@@ -116,24 +116,25 @@ class Layer(nnx.Module):
         norm = partial(RMSNorm, c.d_model, c.epsilon, c.factor)
         attention = partial(Attention, c.d_model, c.n_heads, c.d_head, c.factor)
         self.attention, self.attention_norm = attention(), norm()
-        self.cross, self.cross_norm = (attention(), norm()) if decoder else (None, None)
+        self.cross: Attention | None = attention() if decoder else None
+        self.cross_norm: RMSNorm | None = norm() if decoder else None
         self.mlp, self.mlp_norm = MLP(c.d_model, c.d_ff, c.activation, c.gated, c.factor), norm()
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         plan: Plan,
-        source: tuple[Float[Array, "B S D"], Plan] | None,
+        source: tuple[Float[Array, "B S D"], Bool[Array, "B S"] | None] | None,
         rate: float,
         dtype: DTypeLike,
         key: Array | None,
     ) -> Float[Array, "B T D"]:
         keys = [None] * 6 if key is None else list(jax.random.split(key, 6))
         h = self.attention_norm(x, dtype)
-        x = x + dropout(self.attention(h, h, plan, keys[0]), rate, keys[1])
+        x = kept(x + dropout(self.attention(h, h, plan, keys[0]), rate, keys[1]))
         if self.cross is not None and self.cross_norm is not None and source is not None:
             h = self.cross_norm(x, dtype)
-            x = x + dropout(self.cross(h, *source, keys[2]), rate, keys[3])
+            x = kept(x + dropout(self.cross(h, source[0], Plan(source[1], rate=rate), keys[2]), rate, keys[3]))
         h = self.mlp_norm(x, dtype)
         return x + dropout(self.mlp(h, rate, keys[4]), rate, keys[5])
 
@@ -156,14 +157,20 @@ class Stack(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         valid: Bool[Array, "B T"] | None,
-        source: tuple[Float[Array, "B S D"], Plan] | None,
+        source: tuple[Float[Array, "B S D"], Bool[Array, "B S"] | None] | None,
         key: Array | None,
     ) -> Float[Array, "B T D"]:
         c, dtype = self.config, jnp.dtype(self.config.compute)
         plan = self.plan(x.shape[1], valid)
         keys = (None, None, None) if key is None else tuple(jax.random.split(key, 3))
         x = dropout(x.astype(jnp.float32), c.dropout, keys[0])
-        body = lambda layer, x, key: layer(x, plan, source, c.dropout, dtype, key)  # noqa: E731
+
+        def body(layer: Layer, x: Array, key: Array | None) -> Array:
+            def some_rows(x: Array, valid: Array | None, source: Any, key: Array | None) -> Array:
+                return layer(x, plan._replace(valid=valid), source, c.dropout, dtype, key)
+
+            return by_rows(some_rows, x, key, valid, source)
+
         x = run(body, self.layers, x, keys[1], scan=c.scan, remat=c.remat)
         return dropout(self.norm(x, dtype), c.dropout, keys[2])
 
@@ -193,8 +200,7 @@ class T5(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states that the head turns into logits."""
-        hidden = self.decoder(self.embedding(ids), None, (source, Plan(valid, rate=self.config.dropout)), key)
-        return self.scale(hidden)
+        return self.scale(self.decoder(self.embedding(ids), None, (source, valid), key))
 
     def logits(
         self,
@@ -235,12 +241,13 @@ class T5(nnx.Module):
 
 
 class State(NamedTuple):
-    """All that decoding carries from token to token, for B inputs × G sequences of each."""
+    """All that decoding carries from token to token, for B inputs × G sequences of each.
 
-    layers: tuple[
-        tuple[Array, Array], ...
-    ]  # keys and values of the past: [B, N G, T, H], or with a writer [B, N, T G, H]
-    source: tuple[tuple[Array, Array], ...]  # of the encoder's output [B, N, S, H]: once per input, not per beam
+    Keys lie transposed. With a writer, beams share their past: T G stands for S; without, each is a head: N G for N.
+    """
+
+    past: tuple[tuple[Array, Array], ...]  # keys [B, N, H, S] and values [B, N, S, H] of each layer, so far
+    source: tuple[tuple[Array, Array], ...]  # the same of the encoder's output: once per input, not per beam
     valid: Bool[Array, "B S"]
     writer: Int[Array, "B G T"] | None  # which beam wrote the key that beam g reads at position t
     position: Int[Array, ""]
@@ -252,56 +259,53 @@ class Decoding:
     def __init__(self, model: T5):
         self.model = model
         # Unrolled, because a scan over layers would copy the caches; here, because that is outside the token loop.
-        self.layers = unstack(model.decoder.layers)
+        self.layers = [for_few_rows(layer) for layer in unstack(model.decoder.layers)]
 
     def start(
         self, inputs: tuple[Int[Array, "B S"], Bool[Array, "B S"]], length: int, beams: int, reorder: bool
     ) -> tuple[Int[Array, "B G"], State]:
         """The first decoder token of every beam, and a state with room for `length` tokens."""
         (ids, valid), c = inputs, self.model.config
-        batch = len(ids)
-        source = self.model.encode(ids, valid)
-        shape = (c.n_heads, length * beams) if reorder else (c.n_heads * beams, length)
-        room = jnp.zeros((batch, *shape, c.d_head), source.dtype)
-        writer = jnp.broadcast_to(jnp.arange(beams)[:, None], (batch, beams, length)) if reorder else None
-        return jnp.full((batch, beams), c.start_id, jnp.int32), State(
-            layers=tuple((room, room) for _ in self.layers),
-            source=tuple(layer.cross.keys_values(source) for layer in self.layers),
-            valid=valid,
-            writer=writer,
-            position=jnp.zeros((), jnp.int32),
+        encoded = self.model.encode(ids, valid)
+        n, s = (c.n_heads, length * beams) if reorder else (c.n_heads * beams, length)
+        room = (
+            jnp.zeros((len(ids), n, c.d_head, s), encoded.dtype),
+            jnp.zeros((len(ids), n, s, c.d_head), encoded.dtype),
         )
+        source = []
+        for layer in unstack(self.model.decoder.layers):
+            k, v = layer.cross.keys_values(encoded)
+            source.append((k.swapaxes(2, 3), v))
+        writer = jnp.broadcast_to(jnp.arange(beams)[:, None], (len(ids), beams, length)) if reorder else None
+        state = State((room,) * c.n_decoder_layers, tuple(source), valid, writer, jnp.zeros((), jnp.int32))
+        return jnp.full((len(ids), beams), c.start_id, jnp.int32), state
 
     def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
         """The logits after `tokens`, which stand at `state.position`."""
         model, dtype = self.model, jnp.dtype(self.model.config.compute)
         own, other = self._own_bias(state, tokens.shape[1]), jnp.where(state.valid, 0.0, MASKED)[:, None, None]
         x = model.embedding(tokens).astype(jnp.float32)
-        caches = []
-        for layer, past, source in zip(self.layers, state.layers, state.source):
+        past = []
+        for layer, (keys, values), source in zip(self.layers, state.past, state.source):
             h = layer.attention_norm(x, dtype)
-            q, new = layer.attention.query(h), layer.attention.keys_values(h)  # each [B, N, G, H]
-            if state.writer is None:
-                # Sequences that never meet: each is a head of its own.
-                keys, values = (
-                    _write(old, a.reshape(*old.shape[:2], 1, -1), state.position) for old, a in zip(past, new)
-                )
-                y = attend_plain(q.reshape(*keys.shape[:2], 1, -1), keys, values, own).reshape(q.shape)
-            else:
-                keys, values = (_write(old, a, state.position * a.shape[2]) for old, a in zip(past, new))
-                y = attend_plain(q, keys, values, own)
+            heads = (*keys.shape[:2], -1, keys.shape[2])  # [B, N, G, H], or without a writer [B, N G, 1, H]
+            q = layer.attention.query(h).reshape(heads)
+            k, v = (a.reshape(heads) for a in layer.attention.keys_values(h))
+            keys = lax.dynamic_update_slice_in_dim(keys, k.swapaxes(2, 3), state.position * k.shape[2], 3)
+            values = lax.dynamic_update_slice_in_dim(values, v, state.position * k.shape[2], 2)
+            y = attend_plain(q, keys, values, own).reshape(len(x), model.config.n_heads, *x.shape[1:2], -1)
             x = x + layer.attention.output(y)
             h = layer.cross_norm(x, dtype)
             x = x + layer.cross.output(attend_plain(layer.cross.query(h), *source, other))
             x = x + layer.mlp(layer.mlp_norm(x, dtype), 0.0, None)
-            caches.append((keys, values))
+            past.append((keys, values))
         logits = model.output_head.logits(model.scale(model.decoder.norm(x, dtype)))
-        return logits, state._replace(layers=tuple(caches), position=state.position + 1)
+        return logits, state._replace(past=tuple(past), position=state.position + 1)
 
-    def _own_bias(self, state: State, beams: int) -> Float[Array, "#B N G S"]:
+    def _own_bias(self, state: State, beams: int) -> Float[Array, "#B N #G S"]:
         """Relative bias and mask of the past, in the shape that its keys have."""
         if state.writer is None:
-            time = jnp.arange(state.layers[0][0].shape[2])
+            time = jnp.arange(state.past[0][1].shape[2])
             bias = self.model.decoder.bias(time - state.position) + jnp.where(time <= state.position, 0.0, MASKED)
             return jnp.repeat(bias, beams, axis=0)[None, :, None]
         time = jnp.arange(state.writer.shape[2])
@@ -317,7 +321,3 @@ class Decoding:
         writer = jnp.take_along_axis(state.writer, beams[:, :, None], axis=1)
         ahead = jnp.arange(writer.shape[2]) >= state.position
         return state._replace(writer=jnp.where(ahead, jnp.arange(writer.shape[1])[:, None], writer))
-
-
-def _write(cache: Array, new: Array, at: Array) -> Array:
-    return lax.dynamic_update_slice_in_dim(cache, new, at, 2)

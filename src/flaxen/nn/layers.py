@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,12 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from flaxen.nn.matmul import matmul
+from flaxen.nn.matmul import contract, contract_few
 from flaxen.nn.param import constant, normal
+from flaxen.nn.stack import kept
+
+FEW = 64  # rows up to which a product is bound by reading the weights
+M = TypeVar("M")
 
 
 class Linear(nnx.Module):
@@ -22,11 +27,32 @@ class Linear(nnx.Module):
         self.n_inputs = len(inputs)
 
     def __call__(self, x: Array) -> Array:
-        w = self.weight[...]
-        inputs, outputs = w.shape[: self.n_inputs], w.shape[self.n_inputs :]
+        return contract(x, self.weight[...], self.n_inputs)
+
+
+class FewRows(NamedTuple):
+    """A Linear made ready for a loop over single tokens: its weight as a matrix [outputs, inputs]."""
+
+    matrix: Array
+    n_inputs: int
+    outputs: tuple[int, ...]
+
+    def __call__(self, x: Array) -> Array:
         batch = x.shape[: x.ndim - self.n_inputs]
-        flat = matmul(x.reshape(*batch, math.prod(inputs)), w.reshape(math.prod(inputs), math.prod(outputs)))
-        return flat.reshape(*batch, *outputs)
+        return contract_few(x.reshape(math.prod(batch), -1), self.matrix).astype(x.dtype).reshape(*batch, *self.outputs)
+
+
+def for_few_rows(module: M) -> M:
+    """`module` with every Linear turned into a FewRows: worth its copy when many calls on few rows follow."""
+
+    def turn(node: Linear | Array) -> FewRows | Array:
+        if not isinstance(node, Linear):
+            return node
+        w, n = node.weight[...], node.n_inputs
+        matrix = jax.lax.optimization_barrier(w.reshape(math.prod(w.shape[:n]), -1).T)
+        return FewRows(matrix, n, w.shape[n:])
+
+    return jax.tree.map(turn, module, is_leaf=lambda node: isinstance(node, Linear))
 
 
 class Embedding(nnx.Module):
@@ -40,8 +66,10 @@ class Embedding(nnx.Module):
 
     def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """In f32 whatever the compute dtype."""
-        table = self.weight[...].astype(x.dtype)
-        return jnp.einsum("...D,VD->...V", x, table, preferred_element_type=jnp.float32)
+        table, rows = self.weight[...], x.reshape(-1, x.shape[-1])
+        if len(rows) <= FEW:
+            return contract_few(rows, table).reshape(*x.shape[:-1], -1)
+        return jnp.einsum("...D,VD->...V", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -76,7 +104,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"], rate: float, key: Array | None) -> Float[Array, "*B D"]:
         act = ACTIVATIONS[self.activation]
-        h = act(self.wi(x)) if self.gate is None else act(self.gate(x)) * self.wi(x)
+        h = kept(self.wi(x))
+        h = act(h) if self.gate is None else act(kept(self.gate(x))) * h
         return self.wo(dropout(h, rate, key))
 
 
@@ -84,16 +113,16 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
     """Zero a share `rate` of x and scale up the rest; `key=None` means none."""
     if key is None or rate == 0.0:
         return x
-    return jnp.where(keep_mask(key, x.shape, rate), x / (1.0 - rate), jnp.zeros((), x.dtype))
+    index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+    return jnp.where(keep_mask(key, index, rate), x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
-def keep_mask(key: Array, shape: tuple[int, ...], rate: float) -> Array:
+def keep_mask(key: Array, index: Array, rate: float) -> Array:
     """True with probability 1 - rate, from a hash of (key, index).
 
     Threefry would cost more than the layer it acts on; two rounds of a 32-bit mixer fuse into the consumer.
     """
     words = jax.random.key_data(key).astype(jnp.uint32).reshape(-1)
-    index = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     bits = _mix(_mix(index ^ words[0]) + words[1])
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 

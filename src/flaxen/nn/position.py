@@ -12,12 +12,12 @@ from flaxen.nn.param import normal
 
 def bucket(distance: Int[Array, "*R"], bidirectional: bool, n_buckets: int, max_distance: int) -> Int[Array, "*R"]:
     """The bucket of distance = key position - query position: exact when near, logarithmic up to max_distance."""
+    side = jnp.zeros_like(distance)
     if bidirectional:
         n_buckets //= 2
         side = jnp.where(distance > 0, n_buckets, 0)
         distance = jnp.abs(distance)
     else:
-        side = 0
         distance = jnp.maximum(-distance, 0)
     exact = n_buckets // 2
     # Past `exact`, buckets grow geometrically. The clip keeps log away from 0 where its branch is not taken.

@@ -7,8 +7,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 M = TypeVar("M")
+KEPT = "kept"
+CACHED_TOKENS = 512  # of 512 features, and four times that in the feed-forward layer: a few megabytes
 
 
 def run(
@@ -20,9 +23,13 @@ def run(
     scan: bool,
     remat: bool,
 ) -> Array:
-    """x = layer(layers[i], x, key_i) for every i. A scan compiles one body; unrolling lets XLA see them all."""
-    if remat:
-        layer = jax.checkpoint(layer)
+    """x = layer(layers[i], x, key_i) for every i. A scan compiles one body; unrolling lets XLA see them all.
+
+    The backward finds what the layer marked as `kept` and makes the rest again, which is cheap: norms, activations,
+    transposes. With `remat` it finds only x.
+    """
+    policy = None if remat else jax.checkpoint_policies.save_only_these_names(KEPT)
+    layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
     n = depth(layers)
     keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
     if scan:
@@ -31,6 +38,27 @@ def run(
     for i, one in enumerate(unstack(layers)):
         x = layer(one, x, None if keys is None else keys[i])
     return x
+
+
+def kept(x: Array) -> Array:
+    """Marks the result of a product, which the backward needs and should not compute twice."""
+    return checkpoint_name(x, KEPT)
+
+
+def by_rows(function: Callable[..., Array], x: Array, key: Array | None, *more: Any) -> Array:
+    """function(x, *more, key), on a CPU for a few rows of the batch at a time: their activations stay in its cache.
+
+    `x` and the arrays of `more` have the batch first; rows must not depend on each other.
+    """
+    batch, length = x.shape[:2]
+    n = max(1, CACHED_TOKENS // length)
+    while batch % n:
+        n -= 1
+    if jax.default_backend() != "cpu" or n == batch:
+        return function(x, *more, key)
+    chunks = jax.tree.map(lambda a: a.reshape(batch // n, n, *a.shape[1:]), (x, *more))
+    keys = None if key is None else jax.random.split(key, batch // n)
+    return lax.map(lambda xs: function(*xs[0], xs[1]), (chunks, keys)).reshape(x.shape)
 
 
 def depth(layers: Any) -> int:

@@ -1,0 +1,36 @@
+"""The gradient of a batch, a piece at a time: the memory of one piece, the numbers of the whole."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxen.nn.loss import Sums
+
+M = TypeVar("M")
+
+
+def value_and_grad(loss: Callable[[M, Any], Sums], model: M, batch: Any, pieces: int) -> tuple[Array, Sums, M]:
+    """(mean loss, its sums, gradient of the mean) of `batch`, whose arrays have the rows first.
+
+    Sums add, so pieces with unequal numbers of labels weigh as they should.
+    """
+    rows = {len(leaf) for leaf in jax.tree.leaves(batch)}
+    if len(rows) != 1 or rows.pop() % pieces:
+        raise ValueError(f"a batch of {sorted(len(leaf) for leaf in jax.tree.leaves(batch))} rows, {pieces} pieces")
+
+    def total(model: M, piece: Any) -> tuple[Array, Sums]:
+        sums = loss(model, piece)
+        return sums.loss, sums
+
+    def add(carry: tuple[Sums, M], piece: Any) -> tuple[tuple[Sums, M], None]:
+        (_, sums), gradient = jax.value_and_grad(total, has_aux=True)(model, piece)
+        return jax.tree.map(jnp.add, carry, (sums, gradient)), None
+
+    split = jax.tree.map(lambda leaf: leaf.reshape(pieces, -1, *leaf.shape[1:]), batch)
+    zero = (Sums(*(jnp.zeros(()) for _ in Sums._fields)), jax.tree.map(jnp.zeros_like, model))
+    (sums, gradient), _ = lax.scan(add, zero, split)
+    weight = jnp.maximum(sums.weight, 1.0)
+    return sums.loss / weight, sums, jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), gradient)

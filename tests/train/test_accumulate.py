@@ -1,0 +1,34 @@
+"""Pieces of a batch add up to the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_batch
+
+from flaxen.models.t5 import T5, Config
+from flaxen.nn.param import initialise
+from flaxen.train.accumulate import value_and_grad
+from flaxen.tree import leaves
+
+TINY = Config(vocab_size=50, d_model=16, d_head=4, d_ff=24, n_layers=2, n_decoder_layers=1, n_heads=4)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 6])
+def test_pieces_equal_the_whole(pieces: int) -> None:
+    """Rows hold different numbers of labels: a mean of means would be wrong."""
+    model = initialise(T5(TINY), 0)
+    batch = tuple(jnp.asarray(a) for a in random_batch(50, rows=6))
+    whole = lambda model: model.loss(batch[0], batch[2], batch[1])[0]  # noqa: E731
+    expected, gradient = jax.value_and_grad(whole)(model)
+    loss = lambda model, piece: model.loss(piece[0], piece[2], piece[1])[1]  # noqa: E731
+    mean, sums, ours = jax.jit(lambda model: value_and_grad(loss, model, batch, pieces))(model)
+    np.testing.assert_allclose(mean, expected, rtol=1e-6)
+    assert float(sums.weight) == (np.asarray(batch[2]) >= 0).sum()
+    for name, leaf in leaves(gradient).items():
+        np.testing.assert_allclose(leaves(ours)[name], leaf, rtol=0, atol=1e-5 * float(jnp.abs(leaf).max()))
+
+
+def test_rows_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="4 pieces"):
+        value_and_grad(lambda model, piece: None, {}, jnp.zeros((6, 2)), 4)
