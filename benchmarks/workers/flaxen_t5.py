@@ -11,6 +11,7 @@ def main() -> None:
     import numpy as np
 
     from flaxen import load  # the name itself: `import flaxen` alone imports nothing
+    from flaxen.train import accumulate
 
     worker.mark("import")
     options = {}
@@ -20,9 +21,12 @@ def main() -> None:
     worker.mark("load")
 
     @jax.jit
-    @jax.value_and_grad
-    def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> jax.Array:
-        return model.loss(source, labels)[0]
+    def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+        # In four pieces where the batch allows it: the same numbers, and the activations of two rows instead of eight.
+        pieces = 4 if len(source) % 4 == 0 else 1
+        of_piece = lambda model, piece: model.loss(*piece)[1]  # noqa: E731
+        value, _, gradients = accumulate.value_and_grad(of_piece, model, (source, labels), pieces)
+        return value, gradients
 
     def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
         value, gradients = jax.block_until_ready(value_and_grad(pretrained.model, source, labels))

@@ -182,7 +182,7 @@ class T5(nnx.Module):
         self.embedding = Embedding(config.vocab_size, config.d_model, std=config.factor)
         self.encoder = Stack(config, decoder=False)
         self.decoder = Stack(config, decoder=True)
-        # Mesh TensorFlow's law, d_model^-0.5; Hugging Face starts an untied head at 1, and training from it diverges.
+        # So that logits start near 1. Hugging Face starts an untied head at 1, and so its logits near sqrt(d_model).
         head = Embedding(config.vocab_size, config.d_model, std=config.factor * config.d_model**-0.5)
         self.head = None if config.tied else head
         self.config = config

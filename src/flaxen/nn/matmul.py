@@ -27,7 +27,7 @@ def _backward(n: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, 
     x, w = residuals
     rows, matrix = _flat(x, w, n)
     grads = g.reshape(len(rows), -1)
-    dx = _dot(grads, _transposed(matrix), x.dtype)
+    dx = _dot(grads, matrix.T, x.dtype)
     # dw = rowsᵀ · grads. Transpose the narrower of the two: it is the cheaper copy.
     if matrix.shape[0] <= matrix.shape[1]:
         dw = _dot(_transposed(rows), grads, jnp.float32)
@@ -55,7 +55,7 @@ def _dot(a: Array, b: Array, dtype: DTypeLike) -> Array:
 
 
 def _transposed(a: Array) -> Array:
-    """aᵀ as an array of its own on a CPU, whose product kernels run at half speed on a transposed operand."""
+    """aᵀ as an array of its own on a CPU, whose product kernels run at half speed on a transposed left operand."""
     if jax.default_backend() != "cpu":
         return a.T
     return lax.optimization_barrier(lax.optimization_barrier(a).T)
