@@ -55,9 +55,7 @@ def main() -> None:
         for name, config in FAMILIES.items():
             table.add_row(name, *compare(config, Path(folder) / name))
         console.print(table)
-    console.print(
-        "Differences are relative to the largest logit. Next: flaxen generate YOUR_MODEL --text '…'"
-    )
+    console.print("Differences are relative to the largest logit. Next: flaxen generate YOUR_MODEL --text '…'")
 
 
 def compare(config: Config, directory: Path) -> tuple[str, ...]:
