@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from flaxen.errors import InputError
+
 # What a Hugging Face directory may say of its tokenizer. A saved model takes all of it along unchanged.
 VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json", "merges.txt")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -201,8 +203,8 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
         if _settings(files).get("tokenizer_class") == "ByT5Tokenizer":
             return ByteTokenizer(files)
     except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
-    raise ValueError(
+        raise InputError(f"{directory}: {error}") from error
+    raise InputError(
         f"{directory}: expected tokenizer.json, spiece.model or the tokenizer_class ByT5Tokenizer, got only "
         f"{', '.join(files)}; transformers' save_pretrained writes a tokenizer.json"
     )
@@ -272,7 +274,7 @@ def _role_ids(files: Files, lookup: Callable[[str], int | None]) -> tuple[int, i
     names = [token["content"] for token in _special_tokens(_settings(files))[:3]]
     pad, eos, unk = map(lookup, names)
     if pad is None or eos is None:
-        raise ValueError(
+        raise InputError(
             f"expected ids for the pad and eos tokens, got {names[0]}: {pad}, {names[1]}: {eos}; "
             "name tokens of the vocabulary as pad_token and eos_token in tokenizer_config.json"
         )

@@ -1,0 +1,34 @@
+"""A few rows of the batch at a time, or all: the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_batch
+
+from flaxen.models.t5 import T5, Config
+from flaxen.nn import stack
+from flaxen.nn.param import initialise
+from flaxen.tree import leaves
+
+TINY = Config(vocab_size=50, d_model=16, d_head=4, d_ff=24, n_layers=2, n_decoder_layers=2, n_heads=4)
+
+
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_rows_by_rows_equal_the_batch(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 50 tokens in the cache two rows of 23 go together, and four of 11."""
+    model = initialise(T5(TINY), 0)
+    ids, valid, labels = (jnp.asarray(a) for a in random_batch(50, rows=4))
+    value_and_grad = jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0])
+    expected, gradient = value_and_grad(model)
+    monkeypatch.setattr(stack, "CACHED_TOKENS", tokens)
+    ours, other = value_and_grad(model)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    for name, leaf in leaves(gradient).items():
+        np.testing.assert_allclose(leaves(other)[name], leaf, rtol=0, atol=1e-5 * float(jnp.abs(leaf).max()))
+
+
+def test_unstacking_has_the_gradient_of_slicing() -> None:
+    w = jnp.arange(12.0).reshape(3, 4)
+    f = lambda w: sum((i + 1) * jnp.sum(row**2) for i, row in enumerate(stack.unstack(w)))  # noqa: E731
+    np.testing.assert_allclose(jax.grad(f)(w), 2 * w * jnp.arange(1, 4)[:, None])
