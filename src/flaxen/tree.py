@@ -1,11 +1,9 @@
-"""Models as trees: dotted paths of leaves, glob rules over them, casting."""
+"""Models as trees: dotted paths of leaves."""
 
-import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 T = TypeVar("T")
 
@@ -25,21 +23,6 @@ def leaves(tree: Any) -> dict[str, Any]:
 def map_leaves(function: Callable[[str, Any], Any], tree: T) -> T:
     """`tree` with each leaf replaced by function(path, leaf)."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
-
-
-def first_match(path: str, rules: Iterable[tuple[str, T]], default: T) -> T:
-    """The value of the first rule whose glob matches `path`: how every policy over parameters is written."""
-    return next((value for glob, value in rules if fnmatch.fnmatchcase(path, glob)), default)
-
-
-def cast(tree: T, dtype: Any) -> T:
-    """`tree` with its floating-point leaves in `dtype`."""
-
-    def one(leaf: Any) -> Any:
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return leaf.astype(dtype) if floating and leaf.dtype != dtype else leaf
-
-    return jax.tree.map(one, tree)
 
 
 def size(tree: Any) -> int:
