@@ -77,6 +77,15 @@ def t5_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_reference("t5-1.0", tmp_path_factory.mktemp("t5"))
 
 
+@pytest.fixture(scope="session")
+def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer."""
+    directory = tmp_path_factory.mktemp("byt5")
+    make_reference("byt5", directory)
+    transformers.ByT5Tokenizer().save_pretrained(directory)
+    return directory
+
+
 def random_batch(
     vocab: int, seed: int = 0, rows: int = 5, source: int = 23, target: int = 11
 ) -> tuple[np.ndarray, ...]:

@@ -8,18 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from conftest import Reference, make_reference
+from conftest import Reference
 
 import flaxen
 from flaxen.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("byt5")
-    make_reference("byt5", directory)
-    transformers.ByT5Tokenizer().save_pretrained(directory)
-    return directory
 
 
 def test_text_in_text_out(byt5: Path, tmp_path: Path) -> None:

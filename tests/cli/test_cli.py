@@ -7,18 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
-from conftest import make_reference
 
 import flaxen
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("byt5")
-    make_reference("byt5", directory)
-    transformers.ByT5Tokenizer().save_pretrained(directory)
-    return directory
 
 
 def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -27,31 +17,29 @@ def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, input=stdin, check=False, env=env)
 
 
-def test_text_json_and_beams(model: Path) -> None:
-    done = run("generate", model, "--text", "one", "two", "--json", "--num-beams", 3, "--max-new-tokens", 5)
+def test_text_json_and_beams(byt5: Path) -> None:
+    done = run("generate", byt5, "--text", "one", "two", "--json", "--num-beams", 3, "--max-new-tokens", 5)
     assert done.returncode == 0, done.stderr
     ours = [json.loads(line) for line in done.stdout.splitlines()]
-    expected = flaxen.load(model).generate(["one", "two"], num_beams=3, max_new_tokens=5)
+    expected = flaxen.load(byt5).generate(["one", "two"], num_beams=3, max_new_tokens=5)
     assert [one["tokens"] for one in ours] == [one.tokens for one in expected]
     assert [one["index"] for one in ours] == [0, 1]
     assert set(ours[0]) == {"text", "tokens", "logprobs", "score", "index"}
 
 
-def test_files_in_and_out(model: Path, tmp_path: Path) -> None:
+def test_files_in_and_out(byt5: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"q": "one"}\n{"q": "two"}\n')
     (tmp_path / "in.txt").write_text("one\ntwo\n")
     options = ("--max-new-tokens", 4, "--json")
-    first = run(
-        "generate", model, "--file", tmp_path / "in.jsonl", "--column", "q", "--out", tmp_path / "out", *options
-    )
+    first = run("generate", byt5, "--file", tmp_path / "in.jsonl", "--column", "q", "--out", tmp_path / "out", *options)
     assert (first.returncode, first.stdout) == (0, ""), first.stderr
-    second = run("generate", model, "--file", "-", *options, stdin=(tmp_path / "in.txt").read_text())
+    second = run("generate", byt5, "--file", "-", *options, stdin=(tmp_path / "in.txt").read_text())
     assert (tmp_path / "out").read_text() == second.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt", "out"]
 
 
-def test_info(model: Path) -> None:
-    done = run("info", model)
+def test_info(byt5: Path) -> None:
+    done = run("info", byt5)
     assert done.returncode == 0, done.stderr
     assert "384" in done.stdout
     assert "ByteTokenizer" in done.stdout
@@ -80,11 +68,11 @@ def test_info(model: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_wrong_input_is_one_clear_message(
-    model: Path, tmp_path: Path, arguments: list[str], code: int, words: str
+    byt5: Path, tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txet": "x"}\n')
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
-    done = run(*(argument.format(model=model, tmp=tmp_path) for argument in arguments))
+    done = run(*(argument.format(model=byt5, tmp=tmp_path) for argument in arguments))
     assert done.returncode == code
     assert words in done.stderr
     assert "Traceback" not in done.stderr
