@@ -24,7 +24,7 @@ def main() -> None:
     def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
         # In four pieces where the batch allows it: the same numbers, and the activations of two rows instead of eight.
         pieces = 4 if len(source) % 4 == 0 else 1
-        of_piece = lambda model, piece: model.loss(*piece)[1]  # noqa: E731
+        of_piece = lambda model, piece, key: model.loss(*piece)[1]  # noqa: E731
         value, _, gradients = accumulate.value_and_grad(of_piece, model, (source, labels), pieces)
         return value, gradients
 

@@ -1,6 +1,7 @@
-"""Models as trees: dotted paths of leaves."""
+"""Models as trees: dotted paths of leaves, and tables of rules over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import jax
@@ -28,3 +29,11 @@ def map_leaves(function: Callable[[str, Any], Any], tree: T) -> T:
 def size(tree: Any) -> int:
     """How many numbers the tree holds."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def first_match(rules: Sequence[tuple[str, T]], path: str) -> T:
+    """What the first rule says whose glob matches the path; the last rule should be '*'."""
+    for glob, value in rules:
+        if fnmatchcase(path, glob):
+            return value
+    raise KeyError(f"no rule matches {path!r}; rules: {', '.join(glob for glob, _ in rules)}")

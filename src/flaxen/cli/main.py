@@ -2,28 +2,50 @@
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Union
 
 import tyro
 
+from flaxen.cli import recipe
+from flaxen.cli.demo import Demo
+from flaxen.cli.evaluate import EvalDenoise
 from flaxen.cli.generate import Generate
 from flaxen.cli.info import Info
+from flaxen.cli.preview import Preview
+from flaxen.cli.replay import Replay
+from flaxen.cli.train import TrainDenoise
+from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError
 
-Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Info, tyro.conf.subcommand("info")]
+COMMANDS = {
+    "demo": Demo,
+    "vocab": Vocab,
+    "preview": Preview,
+    "train denoise": TrainDenoise,
+    "eval denoise": EvalDenoise,
+    "replay": Replay,
+    "generate": Generate,
+    "info": Info,
+}
 
 
 def main() -> None:
     """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
+    arguments = sys.argv[1:]
+    # A command of two words is one name to tyro.
+    if " ".join(arguments[:2]) in COMMANDS:
+        arguments[:2] = [" ".join(arguments[:2])]
     try:
         command = tyro.cli(
-            Command,
+            _commands(arguments),
+            args=arguments,
             prog="flaxen",
-            description="T5, mT5 and ByT5 in JAX: Hugging Face checkpoints in and out.\n\n"
+            description="T5, mT5 and ByT5 in JAX: train, evaluate, generate; Hugging Face checkpoints in and out.\n\n"
             "Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1.",
-            config=(tyro.conf.OmitArgPrefixes,),
+            config=(tyro.conf.OmitSubcommandPrefixes,),
         )
-        command.run(_given(sys.argv[1:]))
+        command.run(_given(arguments))
     except (InputError, OSError) as error:
         if os.environ.get("FLAXEN_TRACEBACK"):
             raise
@@ -31,6 +53,26 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _commands(arguments: list[str]) -> Any:
+    """The commands as a union that tyro reads. A recipe's settings are the defaults of its command."""
+    members = []
+    for name, kind in COMMANDS.items():
+        default = {}
+        if arguments[:1] == [name] and (path := _value(arguments, "--recipe")):
+            default = {"default": recipe.read(kind, Path(path))}
+        members.append(Annotated[kind, tyro.conf.subcommand(name, **default)])
+    return Union[tuple(members)]  # noqa: UP007
+
+
+def _value(arguments: list[str], flag: str) -> str | None:
+    for argument, after in zip(arguments, [*arguments[1:], ""]):
+        if argument == flag:
+            return after
+        if argument.startswith(f"{flag}="):
+            return argument.split("=", 1)[1]
+    return None
 
 
 def _given(arguments: list[str]) -> set[str]:

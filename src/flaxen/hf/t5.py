@@ -55,8 +55,11 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_config(json: dict[str, Any], tensors: Tensors) -> Config:
-    """config.json as our Config. Whether the head is tied shows in the weights: versions 4 and 5 disagree in words."""
+def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
+    """config.json as our Config. Whether the head is tied shows in the weights: versions 4 and 5 disagree in words.
+
+    Without weights it is tied if it is scaled, as in all of Google's models.
+    """
     problems = []
     for name, value in json.items():
         if name in FIXED:
@@ -77,8 +80,9 @@ def read_config(json: dict[str, Any], tensors: Tensors) -> Config:
     fields["activation"], fields["gated"] = _read_activation(json.get("feed_forward_proj", _default_mlp(kind)))
     eos = json.get("eos_token_id", 1)
     fields["eos_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    fields["tied"] = "lm_head.weight" not in tensors or _same(tensors, "lm_head.weight", "shared.weight")
-    fields["scaled"] = _scaled(json, kind)
+    fields["scaled"] = fields["tied"] = _scaled(json, kind)
+    if tensors is not None:
+        fields["tied"] = "lm_head.weight" not in tensors or _same(tensors, "lm_head.weight", "shared.weight")
     fields["family"] = kind
     try:
         return Config(**fields)

@@ -84,6 +84,7 @@ def _presets() -> dict[str, Config]:
         "t5-large": size(v1, 1024, 4096, 24, 16),
         "t5-3b": size(v1, 1024, 16384, 24, 32, head=128),
         "t5-11b": size(v1, 1024, 65536, 24, 128, head=128),
+        "t5-v1_1-mini": size(v1_1, 256, 512, 4, 4),  # not Google's: a size for a laptop
         "t5-v1_1-small": size(v1_1, 512, 1024, 8, 6),
         "t5-v1_1-base": size(v1_1, 768, 2048, 12, 12),
         "t5-v1_1-large": size(v1_1, 1024, 2816, 24, 16),
@@ -238,6 +239,18 @@ class T5(nnx.Module):
 
     def scale(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype) if self.config.scaled else hidden
+
+
+def flops(config: Config, source: int, target: int) -> float:
+    """Floating-point operations of the products in the forward pass of one example."""
+    c, inner = config, config.n_heads * config.d_head
+    feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
+    # Multiply-adds per layer; a query that sees n keys costs 2 · n · inner (scores, then values).
+    encoder = source * (4 * c.d_model * inner + feed_forward + 2 * source * inner)
+    decoder = target * (6 * c.d_model * inner + feed_forward + 2 * (target + source) * inner)
+    decoder += source * 2 * c.d_model * inner
+    head = target * c.d_model * c.vocab_size
+    return 2.0 * (c.n_layers * encoder + c.n_decoder_layers * decoder + head)
 
 
 class State(NamedTuple):

@@ -1,0 +1,80 @@
+"""flaxen replay RUN --step N"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Make one step of a run again: its batch, its loss, its gradient, weight by weight. The run is not changed."""
+
+    out: tyro.conf.Positional[Path]
+    """Directory of the run."""
+    step: int
+    """The update, counted from 1 as in metrics.jsonl."""
+    examples: int = 2
+    """Examples of the batch to show."""
+    weights: int = 12
+    """Weights to list, those with the largest gradient first."""
+
+    def run(self, given: set[str]) -> None:
+        import jax
+        import numpy as np
+        from rich.console import Console
+        from rich.table import Table
+
+        from flaxen.cli.build import build
+        from flaxen.cli.recipe import from_dict
+        from flaxen.cli.settings import Settings
+        from flaxen.errors import InputError
+        from flaxen.train.checkpoint import Checkpoints
+        from flaxen.train.run import check_facts, read_config
+        from flaxen.tree import leaves
+
+        settings = from_dict(Settings, read_config(self.out), str(self.out / "config.toml"))
+        built = build(settings)
+        check_facts(self.out, built.facts)
+        stepper, size = built.stepper, settings.training.batch_size
+        if not 1 <= self.step <= stepper.steps:
+            raise InputError(f"--step must be in 1 … {stepper.steps}, the steps of the run; got {self.step}")
+
+        checkpoints = Checkpoints(self.out / "checkpoints", read_only=True)
+        earlier = [step for step in checkpoints.steps if step < self.step]
+        if earlier:
+            state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.start, built.abstract))
+        else:
+            state = stepper.start(built.initial())
+        first = int(state.step)
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(f"from {'checkpoint ' + str(first) if first else 'the start'}, {self.step - first} step(s) to make")
+        for step in range(first, self.step - 1):
+            state, report = stepper.update(state, task_batch := built.task.batch(step, size))
+            del task_batch
+        batch = built.task.batch(self.step - 1, size)
+        before = {path: np.asarray(leaf, np.float64) for path, leaf in leaves(state.model).items()}
+        _, gradient = stepper.gradient(state, batch)
+        state, report = stepper.update(state, batch)
+
+        loss = float(report.sums.loss) / max(float(report.sums.weight), 1.0)
+        console.print(
+            f"step {self.step}: loss {loss!r}, gradient norm {float(report.norm)!r}, learning rate {float(report.rate)!r}"
+        )
+        for row in range(min(self.examples, size)):
+            for title, text in zip(("text", "reads", "writes"), built.task.show(batch, row)):
+                console.print(f"[bold]{title:>7}[/bold]  ", end="")
+                console.print(text.replace("\n", "⏎ "), markup=False)
+        norm = lambda a: float(np.sqrt(np.square(np.asarray(a, np.float64)).sum()))  # noqa: E731
+        rows = []
+        for path, leaf in leaves(gradient).items():
+            change = np.asarray(leaves(state.model)[path], np.float64) - before[path]
+            wrong = int(np.size(leaf) - np.isfinite(np.asarray(leaf)).sum())
+            rows.append((path, norm(before[path]), norm(leaf), norm(change), wrong))
+        rows.sort(key=lambda row: (-row[4], -np.nan_to_num(row[2], nan=np.inf)))
+        table = Table("weight", "norm", "gradient", "update", "not finite")
+        for path, weight, slope, change, wrong in rows[: self.weights]:
+            table.add_row(path, f"{weight:.4g}", f"{slope:.4g}", f"{change:.4g}", str(wrong or ""))
+        console.print(table)
+        bad = sum(row[4] > 0 for row in rows)
+        console.print(f"{bad} of {len(rows)} gradients have entries that are not finite" if bad else "all gradients are finite")

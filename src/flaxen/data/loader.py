@@ -1,0 +1,44 @@
+"""Batches made ahead of their use, by a thread: NumPy works while the model does."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+def ahead(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Iterator[T]:
+    """make(item) for each item, in order, up to `depth` of them before they are asked for."""
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(result: tuple[T | None, BaseException | None]) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(result, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for item in items:
+                if stop.is_set():
+                    return
+                put((make(item), None))
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))  # raised where the batch is awaited
+
+    threading.Thread(target=work, name="flaxen-batches", daemon=True).start()
+    try:
+        while True:
+            made, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield made  # type: ignore[misc]
+    finally:
+        stop.set()

@@ -1,0 +1,334 @@
+"""The tokens of a corpus on disk: made once in one pass, then memory-mapped."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxen.data.corpus import Corpus, Source
+from flaxen.data.tokenizers import Tokenizer
+from flaxen.errors import InputError
+
+FORMAT = 1
+BATCH = 1 << 18  # characters tokenized together
+IN_FLIGHT = 4 * BATCH  # characters being tokenized, if no single document has more
+RESIDENT = 1 << 27  # bytes of the mapping that may stay in memory
+FAULT = 1 << 21  # Linux may map this much of a file, a huge page, for one byte that is touched
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DAY = 24 * 3600.0
+PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(?P<pid>\d+)\.(?P<host>.*)\.partial")
+Encoded = tuple[np.ndarray, np.ndarray]  # tokens of a batch, and how many each document has
+
+
+class TokenStore:
+    """All tokens of a source in one row, each document ended by eos."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+            self.n_tokens: int = meta["n_tokens"]
+            self.n_documents: int = meta["n_documents"]
+            self.digest: str = meta["digest"]
+            self._map, self._tokens = _mapped(directory / "tokens.bin", meta["dtype"], self.n_tokens)
+            _, self._offsets = _mapped(directory / "offsets.bin", "uint64", self.n_documents + 1)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{directory} is no whole token store ({error}); remove it to have it made again"
+            ) from None
+        self.directory = directory
+        self._touched = 0
+
+    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """int32 [len(starts), length]: the `length` tokens from each start on."""
+        starts = np.asarray(starts, np.int64)
+        if len(starts) and (starts.min() < 0 or starts.max() + length > self.n_tokens):
+            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} leave the {self.n_tokens} tokens")
+        result = np.empty((len(starts), length), np.int32)
+        size = self._tokens.itemsize
+        chunk = RESIDENT // (FAULT + length * size) + 1
+        for first in range(0, len(starts), chunk):
+            part = starts[first : first + chunk]
+            # All rows there could be, overlapping, as a view: indexing it copies whole rows.
+            shape = (self.n_tokens - length + 1, length)
+            result[first : first + chunk] = np.ndarray(shape, self._tokens.dtype, self._map, strides=(size, size))[part]
+            self._touched += len(part)
+            if self._touched >= chunk:
+                self._release()
+        return result
+
+    def document_start(self, i: int) -> int:
+        """Where document i begins; for i = n_documents, where the last one ends."""
+        return int(self._offsets[i])
+
+    def _release(self) -> None:
+        # What was read of the file counts as this process's memory until it is given back, and must be mapped
+        # again when read again: so it is given back now and then, not after every call.
+        self._touched = 0
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapped(path: Path, dtype: str, count: int) -> tuple[mmap.mmap, np.ndarray]:
+    expected, size = count * np.dtype(dtype).itemsize, path.stat().st_size
+    if size != expected:
+        raise ValueError(f"{path.name} should have {expected:,} bytes and has {size:,}")
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return mapping, np.frombuffer(mapping, dtype)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A part of a store: its tokens first … last - 1."""
+
+    store: TokenStore
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """int32 [len(starts), length]: the tokens from each start on, counted from the part's first."""
+        starts = np.asarray(starts, np.int64)
+        if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
+            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} leave the {len(self)} tokens")
+        return self.store.rows(starts + self.first, length)
+
+
+def open_corpus(corpus: Corpus, tokenizer: Tokenizer, progress: bool = True) -> tuple[Tokens, Tokens]:
+    """The tokens to train on, and those to validate on."""
+    train, validation = corpus.train_source(), corpus.validation_source()
+    store = open_store(train, tokenizer, corpus.cache, progress)
+    if validation:
+        other = open_store(validation, tokenizer, corpus.cache, progress)
+        return Tokens(store, 0, store.n_tokens), Tokens(other, 0, other.n_tokens)
+    # Whole documents, unless there is only one: then its tokens are divided.
+    whole = store.n_documents > 1
+    count, percent = store.n_documents if whole else store.n_tokens, corpus.validation_percent
+    held = min(max(round(count * percent / 100), 1), count - 1) if percent else 0
+    cut = store.document_start(held) if whole else held
+    return Tokens(store, cut, store.n_tokens), Tokens(store, 0, cut)
+
+
+def open_store(source: Source, tokenizer: Tokenizer, cache: Path | None, progress: bool = True) -> TokenStore:
+    """The tokens of a source: from the cache, or made now."""
+    root = (cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flaxen", "tokens")).expanduser()
+    identity = source.identity()
+    target = root / _key(identity, tokenizer)
+    if not target.exists():
+        _build(target, source, identity, tokenizer, progress)
+    return TokenStore(target)
+
+
+def _key(identity: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """A name for what the tokens depend on."""
+    about = [FORMAT, identity, type(tokenizer).__name__, {name: len(tokenizer.files[name]) for name in tokenizer.files}]
+    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
+    for name in sorted(tokenizer.files):
+        digest.update(tokenizer.files[name])
+    return digest.hexdigest()
+
+
+def _build(target: Path, source: Source, identity: dict[str, Any], tokenizer: Tokenizer, progress: bool) -> None:
+    """Writes a store beside its place and moves it there when it is whole."""
+    root = target.parent
+    # The name says who writes it, so that others can tell whether it was left behind.
+    fresh = root / f"{target.name}.{uuid.uuid4().hex[:8]}.{os.getpid()}.{socket.gethostname()}.partial"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        fresh.mkdir()
+    except OSError as error:
+        raise InputError(f"cannot write to {root} ({error.strerror}); name another place with --data.cache") from error
+    position = 0
+    try:
+        with _Bar(source, progress) as bar:
+
+            def report(at: int) -> None:
+                nonlocal position
+                position = at
+                bar.read(at)
+
+            meta = _write(fresh, source.texts(report), tokenizer, bar.documents)
+        if not meta["n_documents"]:
+            raise InputError(f"no document in {source.name}: expected text, got nothing but blank lines")
+        if source.identity() != identity:
+            raise InputError(f"{source.name} changed while it was read; run again when it is complete")
+        (fresh / "meta.json").write_text(json.dumps({**meta, "identity": identity}, indent=2) + "\n", encoding="utf-8")
+        for path in [*fresh.iterdir(), fresh]:
+            _sync(path)
+        # Another process may have made the same store meanwhile: then that one is used.
+        with contextlib.suppress(FileExistsError):
+            _rename(fresh, target)
+        _sync(root)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise InputError(f"cannot write to {root} ({error}); name another place with --data.cache") from error
+        done, free = _bytes(fresh), shutil.disk_usage(root).free
+        need = (
+            f"about {done * source.size // position / 1e6:,.0f}"
+            if source.size and position
+            else f"more than {done / 1e6:,.0f}"
+        )
+        raise InputError(
+            f"no space for the tokens of {source.name} in {root} ({error.strerror}): they need {need} MB, "
+            f"{(free + done) / 1e6:,.0f} MB are free; make room, or name another place with --data.cache"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _write(directory: Path, texts: Iterator[str], tokenizer: Tokenizer, count: Callable[[int], None]) -> dict[str, Any]:
+    """tokens.bin and offsets.bin; gives what meta.json says of them."""
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    digest = hashlib.blake2b(digest_size=16)
+    n_tokens = n_documents = 0
+    with (directory / "tokens.bin").open("wb") as tokens_file, (directory / "offsets.bin").open("wb") as offsets_file:
+        offsets_file.write(np.zeros(1, np.uint64).data)
+        with contextlib.closing(_encoded(texts, tokenizer, dtype)) as batches:
+            for tokens, lengths in batches:
+                tokens_file.write(tokens.data)
+                digest.update(tokens.data)
+                offsets_file.write((n_tokens + np.cumsum(lengths, dtype=np.uint64)).data)
+                n_tokens, n_documents = n_tokens + len(tokens), n_documents + len(lengths)
+                count(n_documents)
+    counts = {"n_tokens": n_tokens, "n_documents": n_documents}
+    return {"format": FORMAT, "dtype": dtype.name, **counts, "digest": digest.hexdigest()}
+
+
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Generator[Encoded, None, None]:
+    """Tokens of batches, in order. Threads help, as both tokenizer libraries let go of Python's lock."""
+
+    def encode(batch: list[str]) -> Encoded:
+        rows = tokenizer.encode_batch(batch, eos=True, specials=False)
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        return np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
+
+    encode([""])  # what a tokenizer makes on first use is made once, not by two threads
+    pending: deque[tuple[int, Future[Encoded]]] = deque()
+    pool = ThreadPoolExecutor(2)
+    try:
+        for batch in _batches(texts):
+            size = sum(map(len, batch))
+            while pending and size + sum(size for size, _ in pending) > IN_FLIGHT:
+                yield pending.popleft()[1].result()
+            pending.append((size, pool.submit(encode, batch)))
+            del batch
+        while pending:
+            yield pending.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of at most BATCH characters; a longer document is alone."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        if batch and size + len(text) > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+def _rename(fresh: Path, target: Path) -> None:
+    try:
+        fresh.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+        raise FileExistsError(target) from None
+
+
+def _sweep(root: Path) -> None:
+    """Removes what killed builds left: their process is gone, or nothing was written for a day."""
+    for path in root.glob("*.partial"):
+        written_by = PARTIAL.fullmatch(path.name)
+        if not written_by:  # not ours: --data.cache may name a directory with other things in it
+            continue
+        pid, here = int(written_by["pid"]), written_by["host"] == socket.gethostname()
+        with contextlib.suppress(OSError):  # another process may be sweeping too, or finish its build
+            newest = max(p.stat().st_mtime for p in [path, *path.iterdir()])
+            if (here and not _alive(pid)) or time.time() - newest > DAY:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    if os.name != "posix":  # there os.kill would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def _sync(path: Path) -> None:
+    """To the disk, so that a power cut after the rename finds full files."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Bar:
+    """A progress bar on a terminal's standard error: bytes if the source knows its size, else documents."""
+
+    def __init__(self, source: Source, wanted: bool) -> None:
+        self._total = source.size
+        self._progress: Any = None
+        if wanted and sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            known = [progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()]
+            known.append(progress.TimeRemainingColumn())
+            unknown = [progress.TextColumn("{task.completed:,} documents"), progress.TimeElapsedColumn()]
+            columns = [progress.TextColumn("tokenizing"), *(unknown if self._total is None else known)]
+            self._progress = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._progress.add_task("", total=self._total)
+
+    def __enter__(self) -> "_Bar":
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def read(self, position: int) -> None:
+        if self._progress and self._total is not None:
+            self._progress.update(self._task, completed=position)
+
+    def documents(self, count: int) -> None:
+        if self._progress and self._total is None:
+            self._progress.update(self._task, completed=count)

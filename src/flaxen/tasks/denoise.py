@@ -1,0 +1,99 @@
+"""Span corruption: the model reads a text with holes and writes what was in them. How T5, mT5 and ByT5 are pre-trained."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jax import Array
+
+from flaxen.data.order import examples
+from flaxen.data.span_corruption import corrupt, lengths, restore
+from flaxen.data.store import Tokens
+from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
+from flaxen.errors import InputError
+from flaxen.models.t5 import T5, Config, flops
+from flaxen.nn.loss import Sums
+from flaxen.tasks.objective import Objective
+from flaxen.tasks.task import Batch
+
+EVALUATION = 2**62  # where the noise of validation examples begins: far from any training step
+
+
+class Denoise:
+    """The task of the trainer. A row of raw tokens, cut from the documents laid end to end, is an example."""
+
+    def __init__(
+        self, config: Config, objective: Objective, tokenizer: Tokenizer, train: Tokens, validation: Tokens, seed: int
+    ):
+        # ByT5's spans are longer because bytes are shorter.
+        mean_span = objective.mean_span or (20.0 if isinstance(tokenizer, ByteTokenizer) else 3.0)
+        self.lengths = lengths(objective.input_length, objective.density, mean_span)
+        self.tokenizer, self.objective, self.seed = tokenizer, objective, seed
+        if not tokenizer.sentinels:
+            raise InputError(
+                "the tokenizer has no sentinels (<extra_id_0>, <extra_id_1>, …), which stand for the holes in the text; "
+                "take a T5 tokenizer, or make one with `flaxen vocab`"
+            )
+        if self.lengths.spans > len(tokenizer.sentinels):
+            raise InputError(
+                f"inputs of {objective.input_length} tokens have {self.lengths.spans} holes and the tokenizer only "
+                f"{len(tokenizer.sentinels)} sentinels; lower objective.input_length or raise objective.mean_span"
+            )
+        self.examples, self.validation_examples = len(train) // self.lengths.raw, len(validation) // self.lengths.raw
+        if not self.examples:
+            raise InputError(
+                f"the training text has {len(train):,} tokens, fewer than the {self.lengths.raw} of one example; "
+                "add text, or lower objective.input_length"
+            )
+        self._train, self._validation = train, validation
+        self.tokens = self.lengths.inputs + self.lengths.targets
+        self.flops = 3 * flops(config, self.lengths.inputs, self.lengths.targets)
+
+    def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
+        first, last, _ = rows.indices(size)
+        numbers = examples(step, (first, last - first), size, self.examples, self.seed)
+        return self._corrupted(self._train, numbers, (self.seed, step), first)
+
+    def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
+        """The same holes every time: two evaluations differ only by the model."""
+        n = min(self.validation_examples, limit or self.validation_examples)
+        for first in range(0, n, size):
+            batch = self._corrupted(self._validation, np.arange(first, min(first + size, n)), (self.seed, EVALUATION), first)
+            fill = size - len(batch["labels"])
+            yield {
+                name: np.pad(array, ((0, fill), (0, 0)), constant_values=-1 if name == "labels" else 0)
+                for name, array in batch.items()
+            }
+
+    def loss(self, model: T5, batch: dict[str, Array], key: Array | None) -> Sums:
+        # The z-loss is a part of what is trained, not of what is measured.
+        z_loss = self.objective.z_loss if key is not None else 0.0
+        return model.loss(batch["input_ids"], batch["labels"], z_loss=z_loss, key=key)[1]
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        loss = float(sums.loss / sums.weight)
+        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
+        return values | ({"bits_per_byte": loss / math.log(2)} if isinstance(self.tokenizer, ByteTokenizer) else {})
+
+    def show(self, batch: Batch, row: int) -> tuple[str, str, str]:
+        """An example as text: the original, what the model reads, what it shall write."""
+        inputs, labels = batch["input_ids"][row], batch["labels"][row]
+        raw = restore(inputs, labels, self.tokenizer.sentinels, self.tokenizer.eos_id)
+        return self.tokenizer.decode(raw), self._spelled(inputs), self._spelled(labels)
+
+    def _spelled(self, ids: np.ndarray) -> str:
+        """Text with its holes numbered, whatever ids they have (ByT5's are bytes that no text has)."""
+        text, piece, number = "", [], 0
+        sentinels = self.tokenizer.sentinels
+        for id in ids.tolist():
+            if number < self.lengths.spans and id == sentinels[number]:
+                text, piece, number = f"{text}{self.tokenizer.decode(piece)} ‹{number}› ", [], number + 1
+            else:
+                piece.append(id)
+        return text + self.tokenizer.decode(piece)
+
+    def _corrupted(self, tokens: Tokens, numbers: np.ndarray, key: tuple[int, int], first_row: int) -> Batch:
+        raw = tokens.rows(numbers * self.lengths.raw, self.lengths.raw)
+        inputs, labels = corrupt(raw, self.lengths, self.tokenizer.sentinels, self.tokenizer.eos_id, key, first_row)
+        return {"input_ids": inputs, "labels": labels}

@@ -1,0 +1,31 @@
+"""What the trainer knows of a task: batches, a loss, and the names of what it measures."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from jax import Array
+
+from flaxen.nn.loss import Sums
+
+Batch = dict[str, np.ndarray]  # arrays with the examples first
+
+
+class Task(Protocol):
+    """Joins a model to data. Batches are pure functions of (seed, step, row), so any step can be made again."""
+
+    examples: int  # of training: an epoch
+    tokens: int  # of an example, in and out, for the display of speed
+    flops: float  # of the products in the training of one example
+
+    def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
+        """Training batch number `step` of `size` examples, or those `rows` of it."""
+
+    def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
+        """All validation examples, or the first `limit`, once; the last batch is filled up with rows without labels."""
+
+    def loss(self, model: Any, batch: dict[str, Array], key: Array | None) -> Sums:
+        """Sums over the labels of a batch; noise from `key`, none without."""
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Exact means out of sums."""

@@ -1,0 +1,230 @@
+"""The training loop, top to bottom: step, log? evaluate? save? A kill at any moment costs only the steps since a save."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxen.data.loader import ahead
+from flaxen.errors import InputError
+from flaxen.nn.loss import Sums
+from flaxen.tasks.task import Task
+from flaxen.train.checkpoint import Checkpoints, rank
+from flaxen.train.display import Display, numbers, seconds
+from flaxen.train.run import Run
+from flaxen.train.settings import Training
+from flaxen.train.speed import peak
+from flaxen.train.step import Report, State, Stepper
+from flaxen.train.tracking import Tracker
+
+Export = Callable[[Any, Path], None]  # writes a model to a directory
+
+
+def train(
+    run: Run,
+    stepper: Stepper,
+    abstract: Any,
+    initial: Callable[[], Any],
+    trackers: list[Tracker],
+    export: Export,
+    quiet: bool = False,
+) -> dict[str, float]:
+    """Train from the newest checkpoint of the run, or else from `initial()`. Returns the last evaluation.
+
+    `abstract` is the shape of the model: with a checkpoint there are no initial weights to make.
+    """
+    task, training, steps = stepper.task, stepper.training, stepper.steps
+    checkpoints = Checkpoints(run.checkpoints, training.keep, training.keep_best)
+    if checkpoints.steps:
+        state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.start, abstract))
+        memory = Memory(**remembered)
+    else:
+        state, memory = stepper.start(initial()), Memory()
+    done = int(state.step)
+    run.forget_after(done)
+
+    def write(kind: str, step: int, values: dict[str, float]) -> None:
+        run.record({"step": step, "kind": kind, **values})
+        for tracker in trackers:
+            tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step)
+
+    def make(step: int) -> dict[str, jax.Array]:
+        return jax.device_put(task.batch(step, training.batch_size))
+
+    with (
+        closing(checkpoints),
+        _signals() as received,
+        Display(steps, done, quiet) as display,
+        closing(ahead(make, range(done, steps))) as batches,  # type: ignore[type-var]
+    ):
+        speed = Speed(task, training.batch_size, peak() if steps > done else None)
+        if done:
+            display.line(f"going on from step {done:,} of {steps:,}")
+        pending: Report | None = None
+        for step, batch in enumerate(batches, done + 1):
+            report: Report
+            state, report = stepper.update(state, batch)
+            if step == done + 1:  # compiled by now
+                jax.block_until_ready(report)
+                speed.start(0)
+            # The report of the step before: reading it now leaves the device something to do meanwhile.
+            if pending is not None:
+                memory.absorb(pending, step - 1, run.directory)
+                display.step(step - 1, memory.loss, speed.text())
+            pending = report
+            due = lambda every, step=step: step == steps or (every and step % every == 0)  # noqa: E731
+            stopping = bool(received)
+            if not (due(training.log_every) or due(training.eval_every) or due(training.save_every) or stopping):
+                continue
+
+            memory.absorb(report, step, run.directory)
+            pending = None
+            speed.stop(step - done)
+            if due(training.log_every):
+                values = memory.window(task) | {"gradient_norm": float(report.norm), "learning_rate": float(report.rate)}
+                display.line(f"step {step:,}  {numbers(values)}  {speed.text()}")
+                write("train", step, values | speed.values())
+            if due(training.eval_every):
+                limits = (training.eval_rows, training.eval_examples)
+                memory.evaluation = evaluate(task, stepper.score, state.model, *limits)
+                if memory.evaluation:
+                    display.line(f"step {step:,}  validation: {numbers(memory.evaluation)}")
+                    write("eval", step, memory.evaluation)
+                memory.note_best(training.keep_best, step)
+            best_now = training.keep_best is not None and memory.best_step == step
+            if due(training.save_every) or stopping or best_now:
+                checkpoints.save(step, state, memory.saved(), memory.evaluation if due(training.eval_every) else None)
+            if stopping:
+                checkpoints.wait()
+                display.line(f"saved step {step:,} on {signal.Signals(received[0]).name}; the same command goes on from it")
+                raise SystemExit(128 + received[0])
+            speed.start(step - done)
+
+        if done == steps:
+            display.line(f"the run is complete: {steps:,} steps")
+        checkpoints.wait()
+        for name, wanted in (("model", steps), ("best", memory.best_step)):
+            if wanted is not None and (done < steps or not (run.directory / name).exists()):
+                chosen = state if wanted == int(state.step) else checkpoints.restore(wanted, state)[0]
+                export(chosen.model, run.directory / name)
+        if done < steps:
+            display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.directory / 'model'}")
+    for tracker in trackers:
+        tracker.close()
+    return memory.evaluation or {}
+
+
+def evaluate(
+    task: Task, score: Callable[[Any, Any], Sums], model: Any, size: int, limit: int | None = None
+) -> dict[str, float]:
+    """Exact means over the validation examples, whatever the batch size; nothing if there are none."""
+    total = np.zeros(len(Sums._fields))
+    with closing(ahead(jax.device_put, task.evaluation(size, limit))) as batches:  # type: ignore[type-var]
+        for batch in batches:
+            total += np.asarray(score(model, batch), np.float64)
+    return task.metrics(Sums(*total)) if total[-1] else {}
+
+
+class Memory:
+    """What the loop remembers between steps beside the state: it is saved with it."""
+
+    def __init__(
+        self,
+        sums: list[float] | None = None,
+        evaluation: dict[str, float] | None = None,
+        best_step: int | None = None,
+        best_value: float | None = None,
+    ):
+        self.sums = np.array(sums or [0.0] * len(Sums._fields))  # since the last record
+        self.evaluation, self.best_step, self.best_value = evaluation, best_step, best_value
+        self.loss = math.nan  # of the last step
+
+    def saved(self) -> dict[str, Any]:
+        names = ("evaluation", "best_step", "best_value")
+        return {"sums": self.sums.tolist()} | {name: getattr(self, name) for name in names}
+
+    def absorb(self, report: Report, step: int, directory: Path) -> None:
+        sums, norm = np.asarray(report.sums, np.float64), float(report.norm)
+        self.loss = float(sums[0] / max(sums[-1], 1.0))
+        if not (math.isfinite(self.loss) and math.isfinite(norm)):
+            raise Diverged(self.loss, norm, step, directory)
+        self.sums = self.sums + sums
+
+    def window(self, task: Task) -> dict[str, float]:
+        values = task.metrics(Sums(*self.sums))
+        self.sums = np.zeros_like(self.sums)
+        return values
+
+    def note_best(self, metric: str | None, step: int) -> None:
+        if metric is None or not self.evaluation:
+            return
+        if metric not in self.evaluation:
+            raise InputError(f"training.keep_best={metric!r} is not measured; there are {', '.join(self.evaluation)}")
+        value = self.evaluation[metric]
+        if self.best_value is None or rank(metric, value) > rank(metric, self.best_value):
+            self.best_step, self.best_value = step, value
+
+
+class Diverged(InputError):
+    """Numbers that are not finite. Nothing of them is saved."""
+
+    def __init__(self, loss: float, norm: float, step: int, directory: Path):
+        super().__init__(
+            f"step {step}: the loss is {loss} and the gradient's norm {norm}; training stops, and nothing of this step "
+            f"is saved.\nLook at the batch and the update: flaxen replay {directory} --step {step}\n"
+            "Usual remedies: a lower learning rate, a longer warmup, clipping, --objective.z-loss 1e-4, or float32 compute"
+        )
+
+
+class Speed:
+    """Tokens per second and the share of the hardware's peak, since the last `start`."""
+
+    def __init__(self, task: Task, batch_size: int, peak: float | None):
+        self._tokens, self._flops, self._peak = task.tokens * batch_size, task.flops * batch_size, peak
+        self._clock, self._steps, self._rate, self.total = time.monotonic(), 0, math.nan, 0.0
+
+    def start(self, step: int) -> None:
+        self._clock, self._steps = time.monotonic(), step
+
+    def stop(self, step: int) -> None:
+        took = time.monotonic() - self._clock
+        self.total += took
+        self._rate = (step - self._steps) / took
+
+    def values(self) -> dict[str, float]:
+        values = {"tokens_per_second": self._rate * self._tokens}
+        return values | ({"mfu": self._rate * self._flops / self._peak} if self._peak else {})
+
+    def text(self) -> str:
+        if math.isnan(self._rate):
+            return ""
+        mfu = f"  {100 * self._rate * self._flops / self._peak:.0f} % MFU" if self._peak else ""
+        return f"{self._rate * self._tokens:,.0f} tokens/s{mfu}"
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT, so that the step under way can end and be saved. The second one interrupts."""
+    received: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

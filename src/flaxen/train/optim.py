@@ -1,0 +1,114 @@
+"""Optimizers and learning-rate schedules, out of optax; which weights are decayed is a table over paths."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from flaxen.errors import InputError
+from flaxen.train.settings import Optimizer, Schedule
+from flaxen.tree import first_match, leaves, map_leaves
+
+DECAYED = (("*norm.weight", False), ("*.bias.*", False), ("*", True))
+STACKED = (("*.layers.*", True), ("*", False))  # whose first axis is the layer
+INPUT_AXES = (("*.o.weight", 2), ("*", 1))  # of a weight: [heads, head size] there, one axis elsewhere
+# Muon is for matrices that map features to features. The rest, whose rows are looked up or which scale, is Adam's.
+RULE = (("embedding.*", "adam"), ("head.*", "adam"), ("*norm.weight", "adam"), ("*.bias.*", "adam"), ("*", "muon"))
+
+
+def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Array], Array]:
+    """The rate of update number `step`, counted from 0. It is never 0: the first and the last update count too."""
+    warmup, floor = schedule.warmup, schedule.floor
+    if warmup >= steps:
+        raise InputError(f"schedule.warmup={warmup} must be less than the {steps} steps of the run")
+
+    def progress(t: Array, first: int | float) -> Array:
+        return jnp.clip((t - first) / (steps + 1 - first), 0.0, 1.0)
+
+    laws: dict[str, Callable[[Array], Array]] = {
+        "constant": jnp.ones_like,
+        "linear": lambda t: 1 - (1 - floor) * progress(t, warmup),
+        "cosine": lambda t: floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress(t, warmup))),
+        "inverse-sqrt": lambda t: jnp.sqrt(max(warmup, 1) / jnp.maximum(t, max(warmup, 1))),
+        "warmup-stable-decay": lambda t: 1 - (1 - floor) * progress(t, max(warmup, steps * (1 - schedule.decay))),
+    }
+
+    def rate(step: Array) -> Array:
+        t = jnp.asarray(step, jnp.float32) + 1
+        return peak * jnp.minimum(1.0, t / max(warmup, 1)) * laws[schedule.name](t)
+
+    return rate
+
+
+def make(optimizer: Optimizer, rate: Callable[[Array], Array]) -> optax.GradientTransformation:
+    """Clip, take the optimizer's direction, decay, scale by the rate. Decay is decoupled: rate · weight_decay · w."""
+    chain = [] if optimizer.clip == 0 else [optax.clip_by_global_norm(optimizer.clip)]
+    chain += _direction(optimizer)
+    if decay := optimizer.option("weight_decay"):
+        chain.append(optax.add_decayed_weights(decay, mask=_decayed))
+    return optax.chain(*chain, optax.scale_by_learning_rate(rate))
+
+
+def _direction(optimizer: Optimizer) -> list[optax.GradientTransformation]:
+    option, scale = optimizer.option, per_matrix(optax.scale_by_param_block_rms())
+    match optimizer.name:
+        case "adamw":
+            return [optax.scale_by_adam(option("b1"), option("b2"), option("eps"))]
+        case "adamw-rms":
+            return [optax.scale_by_adam(option("b1"), option("b2"), option("eps")), scale]
+        case "adafactor":
+            return [per_matrix(optax.scale_by_factored_rms()), per_matrix(optax.clip_by_block_rms(1.0)), scale]
+        case "lion":
+            return [optax.scale_by_lion(option("b1"), option("b2"))]
+        case "muon":
+            adam = optax.scale_by_adam(option("b1"), option("b2"), option("eps"))
+            # Scaled to the size of Adam's usual update, so that one learning rate serves both.
+            muon = optax.chain(optax.contrib.scale_by_muon(beta=option("momentum")), _times_root_of_longer_side(0.2))
+            return [optax.partition({"adam": adam, "muon": per_matrix(muon)}, _rules)]
+    raise AssertionError(optimizer.name)
+
+
+def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`transform`, shown each weight as the matrices that a checkpoint has: one per layer, inputs × outputs.
+
+    A stack of layers is one array here, and a projection has an axis for its heads. To Adafactor or Muon, which look
+    at rows, columns and norms of a whole weight, that would be another weight.
+    """
+
+    def view(path: str, leaf: Array) -> Array:
+        lead = leaf.shape[:1] if first_match(STACKED, path) else (1,)
+        rest = leaf.shape[1:] if first_match(STACKED, path) else leaf.shape
+        if len(rest) < 2:
+            return leaf.reshape(*lead, *rest)
+        n = first_match(INPUT_AXES, path)
+        return leaf.reshape(*lead, math.prod(rest[:n]), -1)
+
+    def views(tree: Any) -> dict[str, Array]:
+        return {path: view(path, leaf) for path, leaf in leaves(tree).items()}
+
+    def init(params: Any) -> dict[str, Any]:
+        return {path: jax.vmap(transform.init)(leaf) for path, leaf in views(params).items()}
+
+    def update(updates: Any, state: dict[str, Any], params: Any = None) -> tuple[Any, dict[str, Any]]:
+        weights, done, fresh = views(params), {}, {}
+        for path, leaf in views(updates).items():
+            done[path], fresh[path] = jax.vmap(transform.update)(leaf, state[path], weights[path])
+        return map_leaves(lambda path, leaf: done[path].reshape(leaf.shape), updates), fresh
+
+    return optax.GradientTransformation(init, update)
+
+
+def _times_root_of_longer_side(factor: float) -> optax.GradientTransformation:
+    return optax.stateless_with_tree_map(lambda g, _: factor * max(g.shape) ** 0.5 * g)
+
+
+def _decayed(params: Any) -> Any:
+    return map_leaves(lambda path, _: first_match(DECAYED, path), params)
+
+
+def _rules(params: Any) -> Any:
+    return map_leaves(lambda path, _: first_match(RULE, path), params)

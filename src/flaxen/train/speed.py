@@ -1,0 +1,34 @@
+"""How fast the hardware can multiply: the denominator of model FLOP utilisation (MFU)."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+# Dense bf16 peaks in TFLOP/s by device kind.
+PEAKS = {
+    "TPU v3": 123, "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197, "TPU v5p": 459, "TPU v5": 459, "TPU v6 lite": 918,
+    "TPU v6e": 918, "NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA L4": 121, "NVIDIA T4": 65,
+}  # fmt: skip
+
+
+def peak() -> float | None:
+    """FLOP/s of all devices together: from the table; on a CPU measured, in a fraction of a second; else unknown."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        return _measured()
+    kind = devices[0].device_kind
+    known = [tflops for name, tflops in PEAKS.items() if kind.startswith(name)]
+    return known[0] * 1e12 * len(devices) if known else None
+
+
+def _measured(n: int = 1024, repeats: int = 4) -> float:
+    product = jax.jit(jnp.dot)
+    x = jnp.ones((n, n))
+    product(x, x).block_until_ready()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        product(x, x).block_until_ready()
+        times.append(time.perf_counter() - started)
+    return 2 * n**3 / min(times)

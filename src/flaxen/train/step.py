@@ -1,0 +1,63 @@
+"""One update of a model: a pure function of the state and a batch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from flaxen.nn.loss import Sums
+from flaxen.tasks.task import Task
+from flaxen.train import optim
+from flaxen.train.accumulate import value_and_grad
+from flaxen.train.settings import Optimizer, Schedule, Training
+
+
+class State(NamedTuple):
+    """All that an update changes."""
+
+    step: Array  # how many updates there have been
+    model: Any
+    optimizer: Any  # optax's state
+
+
+class Report(NamedTuple):
+    """What an update says of itself."""
+
+    sums: Sums
+    norm: Array  # of the gradient, before it is clipped
+    rate: Array
+
+
+class Stepper:
+    """Compiles what the loop calls: `start`, `update`, `score`."""
+
+    def __init__(self, task: Task, optimizer: Optimizer, schedule: Schedule, training: Training):
+        self.steps = training.length(task.examples)
+        self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
+        self.task, self.training = task, training
+        self.transform = optim.make(optimizer, self.rate)
+        self.update: Callable[[State, Any], tuple[State, Report]] = jax.jit(self._update, donate_argnums=0)
+        self.score = scorer(task)
+        self.gradient = jax.jit(self._gradient)
+
+    def start(self, model: Any) -> State:
+        return State(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model))
+
+    def _gradient(self, state: State, batch: Any) -> tuple[Sums, Any]:
+        key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
+        _, sums, gradient = value_and_grad(self.task.loss, state.model, batch, self.training.accumulate, key)
+        return sums, gradient
+
+    def _update(self, state: State, batch: Any) -> tuple[State, Report]:
+        sums, gradient = self._gradient(state, batch)
+        changes, memory = self.transform.update(gradient, state.optimizer, state.model)
+        report = Report(sums, optax.tree.norm(gradient), self.rate(state.step))
+        return State(state.step + 1, optax.apply_updates(state.model, changes), memory), report
+
+
+def scorer(task: Task) -> Callable[[Any, Any], Sums]:
+    """Sums over a batch without noise."""
+    return jax.jit(lambda model, batch: task.loss(model, batch, None))

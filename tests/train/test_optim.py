@@ -1,0 +1,179 @@
+"""One update of every optimizer against torch's or optax's on the same gradients; schedules at their corners."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from flaxen.errors import InputError
+from flaxen.hf import t5, weightmap
+from flaxen.models.t5 import T5, Config
+from flaxen.nn.param import initialise
+from flaxen.train.optim import learning_rate, make
+from flaxen.train.settings import OPTIONS, Optimizer, Schedule
+from flaxen.tree import leaves, map_leaves
+
+# Wide enough that Adafactor factors (128), with stacked layers and head axes, encoder and decoder of unequal depth.
+CONFIG = Config(vocab_size=160, d_model=144, d_head=40, d_ff=200, n_layers=3, n_decoder_layers=2, n_heads=4)
+RATE = 0.03
+
+
+@pytest.fixture(scope="module")
+def model() -> T5:
+    return initialise(T5(CONFIG), 0)
+
+
+def gradients(model: T5, n: int = 3) -> list[T5]:
+    """Made, not computed: of very different sizes, so that clipping and scaling matter."""
+    draw = np.random.default_rng(1)
+
+    def one(path: str, leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(draw.normal(size=leaf.shape) * 10 ** draw.uniform(-4, 0), jnp.float32)
+
+    return [map_leaves(one, model) for _ in range(n)]
+
+
+def updated(optimizer: Optimizer, model: T5, steps: list[T5]) -> dict[str, np.ndarray]:
+    """The weights after the updates, as a checkpoint has them: one matrix per tensor."""
+    transform = make(optimizer, lambda step: jnp.asarray(RATE))
+    state = jax.jit(transform.init)(model)
+    update = jax.jit(transform.update)
+    for gradient in steps:
+        changes, state = update(gradient, state, model)
+        model = optax.apply_updates(model, changes)
+    return tensors(model)
+
+
+def tensors(model: T5) -> dict[str, np.ndarray]:
+    return weightmap.save(model, t5.rows(CONFIG))
+
+
+def reference(transform: optax.GradientTransformation, model: T5, steps: list[T5]) -> dict[str, np.ndarray]:
+    """The same with optax on the separate tensors of a checkpoint."""
+    weights = {name: jnp.asarray(tensor) for name, tensor in tensors(model).items()}
+    state, update = transform.init(weights), jax.jit(transform.update)
+    for gradient in steps:
+        changes, state = update({k: jnp.asarray(v) for k, v in tensors(gradient).items()}, state, weights)
+        weights = optax.apply_updates(weights, changes)
+    return {name: np.asarray(leaf) for name, leaf in weights.items()}
+
+
+def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        change = np.abs(tensor - start[name]).max()
+        assert change > 0, name
+        np.testing.assert_allclose(ours[name], tensor, rtol=0, atol=2e-5 * change + 1e-7, err_msg=name)
+
+
+def test_adamw_is_torch(model: T5) -> None:
+    steps, decay = gradients(model), 0.1
+    ours = updated(Optimizer("adamw", weight_decay=decay, clip=0.0), model, steps)
+    weights = {name: torch.nn.Parameter(torch.tensor(tensor)) for name, tensor in tensors(model).items()}
+    plain = [p for name, p in weights.items() if "norm" in name or "bias" in name]
+    decayed = [p for name, p in weights.items() if not ("norm" in name or "bias" in name)]
+    groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": decay}]
+    theirs = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-8)
+    for gradient in steps:
+        for name, tensor in tensors(gradient).items():
+            weights[name].grad = torch.tensor(tensor)
+        theirs.step()
+    assert_equal(ours, {name: p.detach().numpy() for name, p in weights.items()}, tensors(model))
+
+
+def test_adafactor_is_optax_on_separate_tensors(model: T5) -> None:
+    """As the old script called it: stacking layers and splitting heads must not show."""
+    steps = gradients(model)
+    ours = updated(Optimizer("adafactor", clip=0.0), model, steps)
+    assert_equal(ours, reference(optax.adafactor(RATE), model, steps), tensors(model))
+
+
+def test_adafactor_factors(model: T5) -> None:
+    """Its memory is rows and columns, not matrices."""
+    state = make(Optimizer("adafactor"), lambda step: jnp.asarray(RATE)).init(model)
+    of_weights = sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 0.12 * of_weights
+
+
+def test_adamw_rms_is_adamw_times_the_size_of_each_tensor(model: T5) -> None:
+    steps = gradients(model)
+    chain = optax.chain(optax.scale_by_adam(), optax.scale_by_param_block_rms(), optax.scale_by_learning_rate(RATE))
+    assert_equal(updated(Optimizer("adamw-rms", clip=0.0), model, steps), reference(chain, model, steps), tensors(model))
+
+
+def test_lion_is_optax(model: T5) -> None:
+    steps = gradients(model)
+    theirs = reference(optax.lion(RATE, weight_decay=0.0), model, steps)
+    assert_equal(updated(Optimizer("lion", clip=0.0), model, steps), theirs, tensors(model))
+
+
+def test_muon_is_optax_on_separate_matrices(model: T5) -> None:
+    """optax's own muon with updates as large as Adam's; what is no map between features goes to plain Adam."""
+    steps = gradients(model)
+    adam = ("shared", "norm", "bias")
+    numbers = lambda weights: {  # noqa: E731
+        name: None if any(part in name for part in adam) else optax.contrib.MuonDimensionNumbers() for name in weights
+    }
+    theirs = optax.contrib.muon(RATE, muon_weight_dimension_numbers=numbers, consistent_rms=0.2)
+    ours = updated(Optimizer("muon", clip=0.0), model, steps)
+    expected, start = reference(theirs, model, steps), tensors(model)
+    others = reference(optax.adamw(RATE, weight_decay=0.0), model, steps)
+    expected |= {name: tensor for name, tensor in others.items() if any(part in name for part in adam)}
+    for name, tensor in expected.items():
+        change = np.abs(tensor - start[name]).max()
+        # Newton-Schulz amplifies rounding, and the transposed matrix rounds otherwise.
+        np.testing.assert_allclose(ours[name], tensor, rtol=0, atol=2e-3 * change + 1e-7, err_msg=name)
+
+
+def test_clipping(model: T5) -> None:
+    """The norm is of the whole gradient; a short one is left alone."""
+    (gradient,) = gradients(model, 1)
+    norm = float(optax.tree.norm(gradient))
+    for limit, expected in ((norm / 4, norm / 4), (norm * 4, norm)):
+        clip = make(Optimizer("adamw", clip=limit), lambda step: jnp.asarray(1.0))
+        _, state = jax.jit(clip.update)(gradient, jax.jit(clip.init)(model), model)
+        first_moment = {path: leaf for path, leaf in leaves(state).items() if ".mu." in path}
+        np.testing.assert_allclose(10 * optax.tree.norm(first_moment), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_another_optimizer_is_refused(name: str) -> None:
+    for option in {"b1", "b2", "eps", "momentum", "weight_decay"} - set(OPTIONS[name]):
+        with pytest.raises(InputError, match=f"{name} has no {option}"):
+            Optimizer(name, **{option: 0.5})
+    assert Optimizer(name).resolved().learning_rate == Optimizer(name).peak
+
+
+def rates(schedule: Schedule, steps: int = 100) -> np.ndarray:
+    return np.asarray(jax.vmap(learning_rate(schedule, 2.0, steps))(jnp.arange(steps)))
+
+
+def test_schedules() -> None:
+    np.testing.assert_allclose(rates(Schedule("constant", warmup=10))[[0, 4, 9, 50, 99]], [0.2, 1.0, 2, 2, 2], rtol=1e-6)
+    linear = rates(Schedule("linear", warmup=10))
+    assert linear[9] == 2 and linear[-1] > 0
+    np.testing.assert_allclose(np.diff(linear[9:]), -2 / 91, rtol=1e-4)
+    cosine = rates(Schedule("cosine", warmup=10, floor=0.1))
+    np.testing.assert_allclose([cosine[9], cosine[-1]], [2, 0.2], rtol=1e-2)
+    assert (np.diff(cosine[9:]) < 0).all()
+    root = rates(Schedule("inverse-sqrt", warmup=16))
+    np.testing.assert_allclose(root[[15, 63]], [2, 1], rtol=1e-6)
+    stable = rates(Schedule("warmup-stable-decay", warmup=10, decay=0.2))
+    assert (stable[9:80] == 2).all() and (np.diff(stable[80:]) < 0).all() and 0 < stable[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "inverse-sqrt"}, "set schedule.warmup"),
+        ({"warmup": -1}, "must not be negative"),
+        ({"floor": 2.0}, "shares in 0 … 1"),
+    ],
+)
+def test_bad_schedules(values: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Schedule(**values)
+    with pytest.raises(InputError, match="less than the 5 steps"):
+        learning_rate(Schedule(warmup=5), 1.0, 5)
