@@ -46,7 +46,7 @@ def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table
     headers += [f"tokens/{clock(cores)} s"] if work.beams else []
     headers += ["GFLOP/s (of GEMM)"]
     headers += [f"{what} / {peer}" for peer in PEERS if peer in seconds for what in (ratio, "peak")]
-    headers += [f"tokens = {next(iter(results))}'s" if work.beams else "loss, |gradient|"]
+    headers += [f"tokens = {next(iter(results))}'s" if work.beams else _check(work)]
     for header in headers:
         result.add_column(header, justify="left" if header == "system" else "right")
 
@@ -69,7 +69,7 @@ def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table
         if work.beams:
             row.append(f"{_agreement(results[name], next(iter(results.values()))):.0%}")
         else:
-            row.append(f"{results[name]['loss']:.5f}, {results[name]['gradient_norm']:.5f}")
+            row.append(_losses(results[name]))
         result.add_row(*row)
     return result
 
@@ -126,9 +126,19 @@ def footer(samples: Samples, cores: int) -> str:
 
 def _describe(work: Any) -> str:
     if work.beams == 0:
-        return f"forward + backward, batch {work.batch}, {work.source} in, {work.target} out"
+        what = "forward + backward + AdamW" if work.update else "forward + backward"
+        return f"{what}, batch {work.batch}, {work.source} in, {work.target} out"
     how = "greedy" if work.beams == 1 else f"{work.beams} beams"
     return f"{how}, batch {work.batch}, {work.source} in, {work.target} new tokens"
+
+
+def _check(work: Any) -> str:
+    return "loss, after n steps" if work.update else "loss, |gradient|"
+
+
+def _losses(result: Record) -> str:
+    values = ("first_loss", "loss") if "first_loss" in result else ("loss", "gradient_norm")
+    return ", ".join(f"{result[name]:.5f}" for name in values)
 
 
 def _agreement(tokens: list[list[int]], reference: list[list[int]]) -> float:

@@ -23,6 +23,8 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
 
+WORKLOADS = ("loss", "train", "generate", "beam", "cold")
+
 Record = dict[str, Any]
 
 
@@ -34,7 +36,7 @@ class System:
     needs: str
     python: Path = Path(sys.executable)
     precision: str = "f32"
-    workloads: tuple[str, ...] = ("loss", "generate", "beam", "cold")
+    workloads: tuple[str, ...] = WORKLOADS
 
     def missing(self) -> str | None:
         if not self.python.exists():
@@ -48,14 +50,14 @@ SYSTEMS = {
     "torch": System("torch_t5.py", needs="torch"),
     "flax": System("flax_t5.py", needs="transformers", python=PEERS_PYTHON),
     "flaxen": System("flaxen_t5.py", needs="flaxen"),
-    "flaxen-bf16": System("flaxen_t5.py", needs="flaxen", precision="bf16", workloads=("loss", "generate", "beam")),
+    "flaxen-bf16": System("flaxen_t5.py", needs="flaxen", precision="bf16", workloads=WORKLOADS[:-1]),
 }
 GEMM = System("gemm.py", needs="torch")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=["loss", "generate", "beam", "cold", "all"], nargs="?", default="all")
+    parser.add_argument("workload", choices=[*WORKLOADS, "all"], nargs="?", default="all")
     parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
     parser.add_argument("--rounds", type=int, default=3, help="processes per system, interleaved with the others'")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls in each process")
@@ -69,7 +71,7 @@ def main() -> None:
         parser.error(f"--cores {flags.cores}: this process may use {len(available)}")
     if problem := GEMM.missing():
         parser.error(f"the random model and the GEMM peak need torch. {problem}")
-    workloads = ["loss", "generate", "beam", "cold"] if flags.workload == "all" else [flags.workload]
+    workloads = WORKLOADS if flags.workload == "all" else (flags.workload,)
 
     console = Console(width=None if sys.stdout.isatty() else 150)
     with tempfile.TemporaryDirectory(prefix="flaxen-bench-") as scratch:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from measure import Worker, timed
+from measure import Worker, emit, timed
 
 ROWS, INNER, COLUMNS = 4096, 512, 2048
 CALLS = 10  # per repeat, so that one takes long enough for the CPU clock
@@ -40,7 +40,7 @@ def main() -> None:
         product()
         for _ in range(worker.repeats):
             figures = timed(partial(repeat, product))
-            worker.emit(library=library, precision=precision, flops=2 * ROWS * INNER * COLUMNS * CALLS, **figures)
+            emit(library=library, precision=precision, flops=2 * ROWS * INNER * COLUMNS * CALLS, **figures)
 
 
 def repeat(product: Callable[[], Any]) -> None:

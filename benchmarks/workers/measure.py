@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Source ids and labels -> the loss, and its gradients, all computed: they are looked at when the clock has stopped.
 Loss = Callable[["np.ndarray", "np.ndarray"], tuple[float, list["np.ndarray"]]]
+# Source ids and labels -> a training step, which updates the weights and returns the loss that it found before.
+Train = Callable[["np.ndarray", "np.ndarray"], Callable[[], float]]
 # Source ids, new tokens and beams -> the tokens of each row.
 Generate = Callable[["np.ndarray", int, int], list[list[int]]]
 
@@ -28,7 +30,7 @@ class Worker:
 
     def __init__(self, description: str, precisions: tuple[str, ...] = ("f32",)) -> None:
         parser = argparse.ArgumentParser(description=description)
-        parser.add_argument("workload", choices=["prepare", "loss", "generate", "beam", "cold", "gemm"])
+        parser.add_argument("workload", choices=["prepare", "loss", "train", "generate", "beam", "cold", "gemm"])
         parser.add_argument("--model-dir", type=Path, help="where `prepare` puts the model and the others find it")
         parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one that is not timed")
         parser.add_argument("--pin", type=int, nargs="+", metavar="CORE", help="run on these cores only")
@@ -42,12 +44,7 @@ class Worker:
         self.precision: str = flags.precision
         self.sizes, self.works = sizes_and_works(flags.tiny)
 
-        cores = flags.pin or sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores)
-        self.threads = len(cores)
-        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[name] = str(self.threads)
-        os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        self.threads = pin(flags.pin)
 
         # The clocks of the first phase start with the process, before Python itself is up.
         self._wall = flags.started or time.time()
@@ -60,14 +57,16 @@ class Worker:
         self.phases[phase] = {"wall": wall - self._wall, "cpu": cpu - self._cpu}
         self._wall, self._cpu = wall, cpu
 
-    def run(self, loss: Loss, generate: Generate, libraries: list[str]) -> None:
+    def run(self, loss: Loss, train: Train, generate: Generate, libraries: list[str]) -> None:
         """Do the workload that the flags name. Marks "import" and "load" are the caller's."""
         if self.workload == "cold":
             self._generate("cold-generate", generate)()
             self.mark("generate")
             self._loss("cold-loss", loss)()
             self.mark("loss")
-            self.emit(phases=self.phases)
+            emit(phases=self.phases)
+        elif self.workload == "train":
+            self._steps(train)
         else:
             call = self._loss("loss", loss) if self.workload == "loss" else self._generate(self.workload, generate)
             call()
@@ -77,8 +76,17 @@ class Worker:
                     value, gradients = figures["result"]
                     figures["result"] = {"loss": value, "gradient_norm": norm(gradients)}
                     del gradients  # before the next call makes its own
-                self.emit(**figures)
-        self.emit(versions={name: version(name) for name in libraries})
+                emit(**figures)
+        emit(versions={name: version(name) for name in libraries})
+
+    def _steps(self, train: Train) -> None:
+        """Each step goes on from the weights of the one before, so the last loss is a check on all of them."""
+        source, labels = self.works["train"].source_ids(self.sizes), self.works["train"].target_ids(self.sizes)
+        step = train(source, labels)
+        first = step()
+        for _ in range(self.repeats):
+            figures = timed(step)
+            emit(**figures | {"result": {"first_loss": first, "loss": figures["result"]}})
 
     def _loss(self, name: str, loss: Loss) -> Callable[[], Any]:
         source, labels = self.works[name].source_ids(self.sizes), self.works[name].target_ids(self.sizes)
@@ -99,10 +107,24 @@ class Worker:
 
         return call
 
-    @staticmethod
-    def emit(**record: Any) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-        print(json.dumps(record | {"peak_gb": peak}), flush=True)
+
+def pin(cores: list[int] | None) -> int:
+    """Keep this process to some cores, with as many threads; how many they are."""
+    cores = cores or sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[name] = str(len(cores))
+    os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return len(cores)
+
+
+def emit(**record: Any) -> None:
+    print(json.dumps(record | {"peak_gb": peak_gb()}), flush=True)
+
+
+def peak_gb() -> float:
+    """The largest resident set so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def norm(arrays: list[np.ndarray]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Work:
     source: int
     target: int
     beams: int = 0  # 0: a loss; 1: greedy; more: beam search
+    update: bool = False  # AdamW's step after the loss and its gradient
 
     def source_ids(self, sizes: Sizes) -> np.ndarray:
         return _random_ids(self.batch, self.source, sizes.vocab_size, seed=0)
@@ -45,8 +46,11 @@ class Work:
 SMALL = Sizes()
 TINY = Sizes(vocab_size=384, d_model=64, d_head=16, d_ff=128, n_layers=2, n_heads=4)
 
+LEARNING_RATE = 1e-4  # of AdamW; no decay, no clipping, no schedule
+
 WORKLOADS = {
     "loss": Work(batch=8, source=512, target=114),
+    "train": Work(batch=8, source=512, target=114, update=True),
     "generate": Work(batch=8, source=256, target=64, beams=1),
     "beam": Work(batch=8, source=256, target=64, beams=4),
     # A cold start is about imports, loading and compiling, so its work is one row.
@@ -54,7 +58,7 @@ WORKLOADS = {
     "cold-loss": Work(batch=1, source=512, target=114),
 }
 TINY_WORKLOADS = {
-    name: Work(min(work.batch, 2), source=16, target=8, beams=work.beams) for name, work in WORKLOADS.items()
+    name: replace(work, batch=min(work.batch, 2), source=16, target=8) for name, work in WORKLOADS.items()
 }
 
 
@@ -72,7 +76,8 @@ def _random_ids(rows: int, length: int, vocab_size: int, seed: int) -> np.ndarra
 def flops(work: Work, sizes: Sizes) -> float:
     """Floating-point operations of the matrix products that the work cannot do without.
 
-    Cross-attention projects its keys and values once per input; a cached decoder attends to its past only.
+    Cross-attention projects its keys and values once per input; a cached decoder attends to its past only. An update
+    has no products.
     """
     d_model, inner = sizes.d_model, sizes.n_heads * sizes.d_head
     source_tokens = work.batch * work.source

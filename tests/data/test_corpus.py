@@ -212,8 +212,9 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
             source(f"{tmp_path}/{name}")
     gone = source(tmp_path / "train.txt")
     (tmp_path / "train.txt").unlink()
-    with pytest.raises(InputError, match=r"cannot read .*train\.txt: No such file"):
-        list(gone.texts())
+    for ask in (lambda: list(gone.texts()), gone.identity, lambda: gone.size):
+        with pytest.raises(InputError, match=r"cannot read .*train\.txt: No such file"):
+            ask()
 
 
 def test_what_a_corpus_may_say(tmp_path: Path) -> None:

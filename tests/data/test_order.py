@@ -22,7 +22,7 @@ def assert_uniform(observed: np.ndarray) -> None:
 
 
 def test_permutes_every_small_range() -> None:
-    for n in range(1, 2001):
+    for n in [*range(1, 400), *range(400, 2001, 13)]:
         np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, (n, 3))), np.arange(n))
 
 
@@ -53,10 +53,10 @@ def test_memory_does_not_grow_with_the_range() -> None:
     assert max(peaks) < 100_000
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [3, 4, 5])
 def test_all_permutations_are_as_likely(n: int) -> None:
     number = {order: i for i, order in enumerate(permutations(range(n)))}
-    drawn = [number[tuple(permute(np.arange(n), n, (1, epoch)).tolist())] for epoch in range(4000)]
+    drawn = [number[tuple(permute(np.arange(n), n, (1, epoch)).tolist())] for epoch in range(2000)]
     assert_uniform(np.bincount(drawn, minlength=len(number)))
 
 
@@ -82,7 +82,7 @@ def test_epochs_and_seeds_are_independent(n: int) -> None:
 
 
 def test_every_place_is_as_likely() -> None:
-    images = np.stack([permute(np.arange(37), 37, (4, epoch)) for epoch in range(4000)])
+    images = np.stack([permute(np.arange(37), 37, (4, epoch)) for epoch in range(1200)])
     for index in (0, 1, 18, 36):
         assert_uniform(np.bincount(images[:, index], minlength=37))
     assert_uniform(np.bincount((images[:, 1] - images[:, 0]) % 37, minlength=37)[1:])

@@ -1,7 +1,6 @@
 """Corrupted rows hold all of the text, and their noise follows T5's law."""
 
 import io
-from collections.abc import Callable
 from itertools import combinations
 from math import comb
 from pydoc_data.topics import topics
@@ -156,7 +155,7 @@ def assert_text_survives(tokenizer: Tokenizer, texts: list[str], mean_span: floa
     restored = np.concatenate(rows)[: len(stream)]
     assert restored.tolist() == stream
     ends = np.flatnonzero(restored == tokenizer.eos_id) + 1
-    assert [tokenizer.decode(ids) for ids in np.split(restored, ends)[:-1]] == texts
+    assert [tokenizer.decode(ids.tolist()) for ids in np.split(restored, ends)[:-1]] == texts
 
 
 @settings(deadline=None, max_examples=50)
@@ -207,7 +206,7 @@ def slow_corrupt(row: np.ndarray, kept: np.ndarray, noise: np.ndarray) -> tuple[
         T5,
         SMALL,
         lengths(300, 0.5, 3.0),
-        lengths(300, 0.8, 3.0),
+        lengths(200, 0.8, 3.0),
         lengths(100, 0.15, 1.0),  # as many spans as noise tokens
         lengths(40, 0.9, 3.0),  # as many spans as kept tokens
         lengths(60, 0.15, 50.0),  # one span
@@ -282,40 +281,58 @@ def test_every_cut_point_is_as_likely() -> None:
         assert_law(((observed - expected) ** 2 / expected).sum() / shrunk, points - 1)
 
 
-def ways(rows: int, key: tuple[int, int], first_row: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """For each SMALL row, the number of its way to cut the kept tokens, 0 … 14, and the noise, 0 … 9."""
-    result = []
-    for ends in draw_ends(SMALL, rows, key, first_row):
-        number = np.full((8, 8), -1)
-        for way, (one, two) in enumerate(combinations(range(1, ends[0, -1]), 2)):
-            number[one, two] = way
-        result.append(number[ends[:, 0], ends[:, 1]])
-        assert result[-1].min() >= 0
-    return result[0], result[1]
+KEPT, NOISE = 0, 1
+WAYS = (15, 10)
 
 
-PAIRS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
-    "kept and noise": lambda: ways(60_000, (3, 4)),
-    "kept of neighbouring rows": lambda: (ways(60_000, (3, 5))[0][::2], ways(60_000, (3, 5))[0][1::2]),
-    "noise of one row and kept of the next": lambda: (ways(60_000, (3, 6))[1][::2], ways(60_000, (3, 6))[0][1::2]),
-    "kept of neighbouring steps": lambda: (ways(60_000, (3, 7))[0], ways(60_000, (3, 8))[0]),
-    "noise of neighbouring steps": lambda: (ways(60_000, (3, 7))[1], ways(60_000, (3, 8))[1]),
-    "noise of neighbouring seeds": lambda: (ways(60_000, (3, 7))[1], ways(60_000, (4, 7))[1]),
-    "seed and step exchanged": lambda: (ways(60_000, (3, 7))[1], ways(60_000, (7, 3))[1]),
-    "row 0 of two steps": lambda: tuple(  # what a batch of one row sees
-        np.concatenate([ways(1, (9, step))[0] for step in range(first, 8000, 2)]) for first in (0, 1)
-    ),
-}
+def ways(part: int, key: tuple[int, int], rows: int = 60_000) -> np.ndarray:
+    """For each SMALL row, the number of its way to cut its kept tokens, 0 … 14, or its noise, 0 … 9."""
+    ends = draw_ends(SMALL, rows, key)[part]
+    number = np.full((8, 8), -1)
+    for way, cuts in enumerate(combinations(range(1, ends[0, -1]), 2)):
+        number[cuts] = way
+    result = number[ends[:, 0], ends[:, 1]]
+    assert result.min() >= 0
+    return result
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_all_pairs_of_ways_are_as_likely(name: str) -> None:
-    one, two = PAIRS[name]()
-    sizes = [15 if "kept" in name or "row 0" in name else 10, 10]
-    sizes[1] = 15 if name.startswith(("kept of", "row 0")) or name.endswith("next") else 10
-    sizes[0] = 10 if name.startswith("noise") else sizes[0]
-    observed = np.bincount(one * sizes[1] + two, minlength=sizes[0] * sizes[1])
-    assert_counts(observed, np.full(len(observed), 1 / len(observed)))
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ((KEPT, (3, 4)), (NOISE, (3, 4))),
+        ((KEPT, (3, 7)), (KEPT, (3, 8))),
+        ((NOISE, (3, 7)), (NOISE, (3, 8))),
+        ((NOISE, (3, 7)), (NOISE, (4, 7))),
+        ((NOISE, (3, 7)), (NOISE, (7, 3))),
+        ((KEPT, (0, 0)), (NOISE, (0, 2**63))),
+    ],
+)
+@pytest.mark.parametrize("distance", [0, 1, 256])
+def test_all_pairs_of_ways_are_as_likely(
+    one: tuple[int, tuple[int, int]], two: tuple[int, tuple[int, int]], distance: int
+) -> None:
+    """Kept and noise, rows at a distance, steps and seeds know nothing of each other."""
+    pairs = (ways(*one) * WAYS[two[0]] + np.roll(ways(*two), distance))[::2]
+    cells = WAYS[one[0]] * WAYS[two[0]]
+    assert_counts(np.bincount(pairs, minlength=cells), np.full(cells, 1 / cells))
+
+
+@pytest.mark.parametrize("part", [KEPT, NOISE])
+@pytest.mark.parametrize("distance", [1, 2, 255])
+def test_rows_of_a_step_are_independent(part: int, distance: int) -> None:
+    drawn = ways(part, (5, 6))
+    # Every other pair, lest a row be in two of them.
+    first = np.arange(len(drawn) - distance)
+    first = first[first // distance % 2 == 0]
+    pairs = drawn[first] * WAYS[part] + drawn[first + distance]
+    cells = WAYS[part] ** 2
+    assert_counts(np.bincount(pairs, minlength=cells), np.full(cells, 1 / cells))
+
+
+def test_first_rows_of_successive_steps_are_independent() -> None:
+    drawn = np.concatenate([ways(NOISE, (9, step), rows=1) for step in range(5000)])
+    pairs = drawn[::2] * WAYS[NOISE] + drawn[1::2]
+    assert_counts(np.bincount(pairs, minlength=100), np.full(100, 0.01))
 
 
 def test_rows_and_steps_are_uncorrelated() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from flaxen.data import store as module
-from flaxen.data.corpus import Corpus, Files
+from flaxen.data.corpus import Corpus, TextFiles
 from flaxen.data.store import Tokens, TokenStore, open_corpus, open_store
 from flaxen.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from flaxen.errors import InputError
@@ -25,9 +25,9 @@ from flaxen.errors import InputError
 BYTES = ByteTokenizer()
 
 
-def write(path: Path, lines: list[str]) -> Files:
+def write(path: Path, lines: list[str]) -> TextFiles:
     path.write_text("\n".join(lines), encoding="utf-8")
-    return Files((path,))
+    return TextFiles((path,))
 
 
 def lines_of(n: int, seed: int = 0) -> list[str]:
@@ -58,7 +58,6 @@ def test_a_store_holds_what_the_tokenizer_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: SentencePieceTokenizer, batch: int
 ) -> None:
     monkeypatch.setattr(module, "BATCH", batch)
-    monkeypatch.setattr(module, "IN_FLIGHT", 4 * batch)
     texts = lines_of(200)
     source = write(tmp_path / "a.txt", [*texts[:100], "", " ", *texts[100:]])
     for tokenizer in (BYTES, pieces):
@@ -178,7 +177,7 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
 def test_a_bad_file_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\n" * 200_000 + b"\xff")
     with pytest.raises(InputError, match="line 200001: byte"):
-        open_store(Files((tmp_path / "a.txt",)), BYTES, tmp_path / "cache")
+        open_store(TextFiles((tmp_path / "a.txt",)), BYTES, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -208,7 +207,7 @@ SCRIPT = """
 import resource, signal, sys
 from pathlib import Path
 from flaxen.data import store
-from flaxen.data.corpus import Files
+from flaxen.data.corpus import TextFiles
 from flaxen.data.tokenizers import ByteTokenizer
 
 store.BATCH = 1000
@@ -217,14 +216,14 @@ limit = int(sys.argv[3])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
-    print(store.open_store(Files((Path(sys.argv[1]),)), ByteTokenizer(), Path(sys.argv[2])).digest)
+    print(store.open_store(TextFiles((Path(sys.argv[1]),)), ByteTokenizer(), Path(sys.argv[2])).digest)
 except Exception as error:
     print(type(error).__name__, error)
     sys.exit(7)
 """
 
 
-def child(source: Files, cache: Path, limit: int = 0) -> subprocess.Popen[str]:
+def child(source: TextFiles, cache: Path, limit: int = 0) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SCRIPT, str(source.paths[0]), str(cache), str(limit)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -317,13 +316,13 @@ def test_meta_says_what_it_is(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-class Unsized(Files):
+class Unsized(TextFiles):
     """As a data set is: of unknown size."""
 
     size = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("kind", "shown"), [(Files, "kB"), (Unsized, "3,000 documents")])
+@pytest.mark.parametrize(("kind", "shown"), [(TextFiles, "kB"), (Unsized, "3,000 documents")])
 def test_progress_is_for_terminals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type, shown: str
 ) -> None:
@@ -342,9 +341,8 @@ def test_progress_is_for_terminals(
 
 
 def test_texts_are_read_as_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the source, only so many characters wait."""
+    """However long the source, only a batch of it waits."""
     monkeypatch.setattr(module, "BATCH", 100)
-    monkeypatch.setattr(module, "IN_FLIGHT", 400)
     given = 0
 
     def texts() -> Iterator[str]:
@@ -355,6 +353,6 @@ def test_texts_are_read_as_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -
 
     taken = 0
     for tokens, _ in module._encoded(texts(), BYTES, np.dtype(np.uint16)):
-        assert given - taken <= 400 + 2 * 100
+        assert given - taken <= 110
         taken += len(tokens) * 10 // 11
     assert taken == 10_000

@@ -28,24 +28,16 @@ COMMANDS = {
     "generate": Generate,
     "info": Info,
 }
+ABOUT = """T5, mT5 and ByT5 in JAX: train, evaluate, generate; Hugging Face checkpoints in and out.
+
+Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1."""
 
 
 def main() -> None:
     """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
-    arguments = sys.argv[1:]
-    # A command of two words is one name to tyro.
-    if " ".join(arguments[:2]) in COMMANDS:
-        arguments[:2] = [" ".join(arguments[:2])]
     try:
-        command = tyro.cli(
-            _commands(arguments),
-            args=arguments,
-            prog="flaxen",
-            description="T5, mT5 and ByT5 in JAX: train, evaluate, generate; Hugging Face checkpoints in and out.\n\n"
-            "Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1.",
-            config=(tyro.conf.OmitSubcommandPrefixes,),
-        )
-        command.run(_given(arguments))
+        command, flags = _parsed(sys.argv[1:])
+        command.run(_given(flags))
     except (InputError, OSError) as error:
         if os.environ.get("FLAXEN_TRACEBACK"):
             raise
@@ -55,15 +47,18 @@ def main() -> None:
         sys.exit(130)
 
 
-def _commands(arguments: list[str]) -> Any:
-    """The commands as a union that tyro reads. A recipe's settings are the defaults of its command."""
-    members = []
+def _parsed(arguments: list[str]) -> tuple[Any, list[str]]:
+    """The command that the arguments spell. A recipe's settings are the defaults of its flags."""
     for name, kind in COMMANDS.items():
-        default = {}
-        if arguments[:1] == [name] and (path := _value(arguments, "--recipe")):
-            default = {"default": recipe.read(kind, Path(path))}
-        members.append(Annotated[kind, tyro.conf.subcommand(name, **default)])
-    return Union[tuple(members)]  # noqa: UP007
+        words = name.split()
+        if arguments[: len(words)] == words:
+            flags = arguments[len(words) :]
+            path = _value(flags, "--recipe")
+            default = {"default": recipe.read(kind, Path(path))} if path else {}
+            return tyro.cli(kind, args=flags, prog=f"flaxen {name}", **default), flags
+    # None of them: tyro lists them all, or completes the shell's words.
+    every = Union[tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]  # noqa: UP007
+    return tyro.cli(every, args=arguments, prog="flaxen", description=ABOUT), arguments
 
 
 def _value(arguments: list[str], flag: str) -> str | None:

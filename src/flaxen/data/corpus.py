@@ -6,6 +6,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -105,8 +106,8 @@ class Corpus:
             return self._files(self.validation)
         return self._split(self.validation_split) if self.validation_split else None
 
-    def _files(self, patterns: tuple[str, ...]) -> "Files":
-        return Files(tuple(p for pattern in patterns for p in _find(pattern)), self.column, self.unit, self.invalid)
+    def _files(self, patterns: tuple[str, ...]) -> "TextFiles":
+        return TextFiles(tuple(p for pattern in patterns for p in _find(pattern)), self.column, self.unit, self.invalid)
 
     def _split(self, split: str) -> "DatasetSplit":
         assert self.dataset
@@ -142,7 +143,7 @@ def _kind(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Files:
+class TextFiles:
     """The documents of files, one file after the other."""
 
     paths: tuple[Path, ...]
@@ -157,7 +158,7 @@ class Files:
 
     @property
     def size(self) -> int | None:
-        return sum(path.stat().st_size for path in self.paths)
+        return sum(_stat(path).st_size for path in self.paths)
 
     def texts(self, report: Report = _silent) -> Iterator[str]:
         before = 0
@@ -165,12 +166,23 @@ class Files:
             for text in READERS[_kind(path)](path, self, partial(_report_after, report, before)):
                 if text and not text.isspace():
                     yield text
-            before += path.stat().st_size
+            before += _stat(path).st_size
 
     def identity(self) -> dict[str, Any]:
-        stats = [(path.resolve(), path.stat()) for path in self.paths]
+        stats = [(path.resolve(), _stat(path)) for path in self.paths]
         files = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         return {"files": files, "column": self.column, "unit": self.unit, "invalid": self.invalid}
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(f"cannot read {path}: {error.strerror or error}; check the file and its permissions")
 
 
 def _blocks(path: Path, report: Report) -> Iterator[bytes]:
@@ -187,10 +199,10 @@ def _blocks(path: Path, report: Report) -> Iterator[bytes]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} is no whole gzip file, perhaps cut short ({error}); fetch it again") from None
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}; check the file and its permissions") from None
+        raise _unreadable(path, error) from None
 
 
-def _decoded(path: Path, source: Files, report: Report) -> Iterator[str]:
+def _decoded(path: Path, source: TextFiles, report: Report) -> Iterator[str]:
     """Blocks of text whose only line end is \\n, without a byte order mark."""
     utf8 = codecs.getincrementaldecoder("utf-8")("strict" if source.invalid == "error" else "replace")
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
@@ -227,7 +239,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[str]:
     yield "".join(parts)
 
 
-def _read_text(path: Path, source: Files, report: Report) -> Iterator[str]:
+def _read_text(path: Path, source: TextFiles, report: Report) -> Iterator[str]:
     paragraph: list[str] = []
     for line in chain(_lines(_decoded(path, source, report)), [""]):
         if source.unit == "line":
@@ -239,7 +251,7 @@ def _read_text(path: Path, source: Files, report: Report) -> Iterator[str]:
             paragraph = []
 
 
-def _read_json(path: Path, source: Files, report: Report) -> Iterator[str | None]:
+def _read_json(path: Path, source: TextFiles, report: Report) -> Iterator[str | None]:
     blocks = _decoded(path, source, report)
     head = ""
     while not head.strip() and (block := next(blocks, "")):
@@ -298,7 +310,7 @@ def _json_array(path: Path, blocks: Iterator[str]) -> Iterator[tuple[str, Any]]:
         number += 1
 
 
-def _read_table(path: Path, source: Files, report: Report) -> Iterator[str | None]:
+def _read_table(path: Path, source: TextFiles, report: Report) -> Iterator[str | None]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 kB
     separator = "\t" if _kind(path) == ".tsv" else ","
     # Strict: otherwise a cell whose quote is never closed swallows the rest of the file.
@@ -324,7 +336,7 @@ def _read_table(path: Path, source: Files, report: Report) -> Iterator[str | Non
             yield row[index] if index < len(row) else None
 
 
-def _read_parquet(path: Path, source: Files, report: Report) -> Iterator[str | None]:
+def _read_parquet(path: Path, source: TextFiles, report: Report) -> Iterator[str | None]:
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -352,7 +364,7 @@ def _read_parquet(path: Path, source: Files, report: Report) -> Iterator[str | N
         raise InputError(f"{path} is no whole Parquet file ({str(error).splitlines()[0]}); fetch it again") from None
 
 
-READERS: dict[str, Callable[[Path, Files, Report], Iterator[str | None]]] = {
+READERS: dict[str, Callable[[Path, TextFiles, Report], Iterator[str | None]]] = {
     ".txt": _read_text,
     ".jsonl": _read_json,
     ".json": _read_json,

@@ -12,7 +12,7 @@ def permute(index: Int64[np.ndarray, "R"], n: int, key: tuple[int, int]) -> Int6
     """Where a pseudo-random permutation of 0 … n-1 sends each index."""
     if not 1 <= n <= 2**40:
         raise ValueError(f"expected n from 1 to 2**40, got {n}")
-    if len(index) and not (0 <= index.min() and index.max() < n):
+    if len(index) and (index.min() < 0 or index.max() >= n):
         raise ValueError(f"expected indices from 0 to {n - 1}, got {index.min()} to {index.max()}")
     words = np.array([part % 2**64 for part in key], np.uint64)
     round_keys = np.random.Philox(key=words, counter=FAR).random_raw(ROUNDS)
@@ -33,7 +33,7 @@ def examples(step: int, rows: tuple[int, int], batch: int, n: int, seed: int) ->
     first, count = rows
     if n < 1:
         raise ValueError(f"expected one example or more, got n={n}")
-    if not (0 <= first and 0 <= count and first + count <= batch):
+    if not 0 <= first <= first + count <= batch:
         raise ValueError(f"expected rows within a batch of {batch}, got {count} from row {first}")
     start = step * batch + first
     stop = start + count
@@ -47,19 +47,16 @@ def examples(step: int, rows: tuple[int, int], batch: int, n: int, seed: int) ->
 
 def _feistel(x: np.ndarray, bits: int, round_keys: np.ndarray) -> np.ndarray:
     """A permutation of 0 … 2**bits-1: each round xors one half with a hash of the other."""
-    low_bits = np.uint64(bits // 2)
-    low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
-    low, high = x & low_mask, x >> low_bits
+    low_bits, shift = bits // 2, np.uint64(32)
+    masks = [np.uint64(2**low_bits - 1), np.uint64(2 ** (bits - low_bits) - 1)]
+    halves = [x & masks[0], x >> np.uint64(low_bits)]
     for number, round_key in enumerate(round_keys):
-        if number % 2:
-            high = high ^ (_hash(low, round_key) & high_mask)
-        else:
-            low = low ^ (_hash(high, round_key) & low_mask)
-    return high << low_bits | low
-
-
-def _hash(x: np.ndarray, round_key: np.uint64) -> np.ndarray:
-    """64 mixed bits; a multiplication carries upwards only, so the shifts bring the high bits down."""
-    x = (x ^ round_key) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
-    return x ^ x >> np.uint64(32)
+        side = number % 2
+        # A product carries upwards only, so shifts bring its high bits down.
+        mixed = (halves[1 - side] ^ round_key) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> shift
+        mixed *= np.uint64(0xD6E8FEB86659FD93)
+        mixed ^= mixed >> shift
+        mixed &= masks[side]
+        halves[side] ^= mixed
+    return halves[1] << np.uint64(low_bits) | halves[0]

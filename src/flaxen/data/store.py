@@ -12,9 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -28,7 +26,6 @@ from flaxen.errors import InputError
 
 FORMAT = 1
 BATCH = 1 << 18  # characters tokenized together
-IN_FLIGHT = 4 * BATCH  # characters being tokenized, if no single document has more
 RESIDENT = 1 << 27  # bytes of the mapping that may stay in memory
 FAULT = 1 << 21  # Linux may map this much of a file, a huge page, for one byte that is touched
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -203,39 +200,23 @@ def _write(directory: Path, texts: Iterator[str], tokenizer: Tokenizer, count: C
     n_tokens = n_documents = 0
     with (directory / "tokens.bin").open("wb") as tokens_file, (directory / "offsets.bin").open("wb") as offsets_file:
         offsets_file.write(np.zeros(1, np.uint64).data)
-        with contextlib.closing(_encoded(texts, tokenizer, dtype)) as batches:
-            for tokens, lengths in batches:
-                tokens_file.write(tokens.data)
-                digest.update(tokens.data)
-                offsets_file.write((n_tokens + np.cumsum(lengths, dtype=np.uint64)).data)
-                n_tokens, n_documents = n_tokens + len(tokens), n_documents + len(lengths)
-                count(n_documents)
+        for tokens, lengths in _encoded(texts, tokenizer, dtype):
+            tokens_file.write(tokens.data)
+            digest.update(tokens.data)
+            offsets_file.write((n_tokens + np.cumsum(lengths, dtype=np.uint64)).data)
+            n_tokens, n_documents = n_tokens + len(tokens), n_documents + len(lengths)
+            count(n_documents)
     counts = {"n_tokens": n_tokens, "n_documents": n_documents}
     return {"format": FORMAT, "dtype": dtype.name, **counts, "digest": digest.hexdigest()}
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Generator[Encoded, None, None]:
-    """Tokens of batches, in order. Threads help, as both tokenizer libraries let go of Python's lock."""
-
-    def encode(batch: list[str]) -> Encoded:
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Encoded]:
+    """Tokens of batches, in order."""
+    # No threads here: both tokenizer libraries use all cores within a batch, and what is left holds Python's lock.
+    for batch in _batches(texts):
         rows = tokenizer.encode_batch(batch, eos=True, specials=False)
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        return np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
-
-    encode([""])  # what a tokenizer makes on first use is made once, not by two threads
-    pending: deque[tuple[int, Future[Encoded]]] = deque()
-    pool = ThreadPoolExecutor(2)
-    try:
-        for batch in _batches(texts):
-            size = sum(map(len, batch))
-            while pending and size + sum(size for size, _ in pending) > IN_FLIGHT:
-                yield pending.popleft()[1].result()
-            pending.append((size, pool.submit(encode, batch)))
-            del batch
-        while pending:
-            yield pending.popleft()[1].result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        yield np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -34,7 +34,8 @@ class Checkpoints:
             cleanup_tmp_directories=not read_only,  # what a kill in the middle of a save has left
             read_only=read_only,
         )
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "memory": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options, item_handlers=handlers)
 
     @property
     def steps(self) -> list[int]:
