@@ -133,7 +133,7 @@ def _describe(work: Any) -> str:
 
 
 def _check(work: Any) -> str:
-    return "loss, after n steps" if work.update else "loss, |gradient|"
+    return "first loss, last loss" if work.update else "loss, |gradient|"
 
 
 def _losses(result: Record) -> str:

@@ -17,9 +17,10 @@ ALLOWED = {
     "data": {"errors"},
     "generate": {"errors"},
     "hf": {"models", "nn", "tree", "errors"},
-    "train": {"models", "nn", "tree"},
+    "tasks": {"models", "nn", "data", "tree", "errors"},
+    "train": {"tasks", "data", "nn", "tree", "errors"},
     "pretrained": {"hf", "models", "nn", "data", "generate", "tree", "errors"},
-    "cli": {"pretrained", "hf", "models", "data", "generate", "tree", "errors", ""},
+    "cli": {"pretrained", "hf", "models", "nn", "data", "generate", "tasks", "train", "tree", "errors", ""},
     "": {"pretrained", "generate", "errors"},
 }
 

@@ -28,19 +28,19 @@ def main() -> None:
 def write_text(path: Path, size: int) -> None:
     """A document on each line. The same size gives the same text, and a longer text begins with the shorter one."""
     with path.open("wb") as file:
-        blocks: list[bytes] = []
+        lines: list[bytes] = []
         for document in documents(random.Random(0)):
             line = document.encode() + b"\n"
             file.write(line)
-            blocks.append(line)
+            lines.append(line)
             if file.tell() >= min(size, DISTINCT):
                 break
         # Again and again in another order: what is measured beyond the first megabytes is memory, not speed.
         draw = random.Random(1)
         while file.tell() < size:
-            draw.shuffle(blocks)
-            for first in range(0, len(blocks), 1000):
-                file.writelines(blocks[first : first + 1000])
+            draw.shuffle(lines)
+            for first in range(0, len(lines), 100):
+                file.writelines(lines[first : first + 100])
                 if file.tell() >= size:
                     break
 
@@ -67,7 +67,7 @@ def documents(draw: random.Random) -> Iterator[str]:
 
 
 def write_vocabulary(text: Path, out: Path, size: int) -> None:
-    """Twice: as spiece.model, and in `out`/json as the tokenizer.json that transformers makes of it."""
+    """A spiece.model, from which both Flaxen and transformers make their tokenizers."""
     from flaxen.data.vocabulary import train_sentencepiece
 
     with text.open(encoding="utf-8") as lines:

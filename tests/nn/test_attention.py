@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flaxen.nn import attention
 from flaxen.nn.attention import MASKED, Plan, _toeplitz, attend, attend_plain
 
 
@@ -25,8 +26,11 @@ def random_case(t: int, s: int, seed: int = 0) -> tuple:
 @pytest.mark.parametrize(
     ("t", "s", "causal"), [(1, 5, False), (7, 7, True), (50, 130, False), (129, 129, True), (64, 64, True)]
 )
-@pytest.mark.parametrize("block", [16, 256])
-def test_blockwise_is_plain(t: int, s: int, causal: bool, block: int) -> None:
+@pytest.mark.parametrize(("block", "together"), [(16, 1), (16, 3), (256, 6)])
+def test_blockwise_is_plain(
+    t: int, s: int, causal: bool, block: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "CACHED_SCORES", together * min(t, block) * min(s, block))
     q, k, v, g, bias, valid = random_case(t, s)
 
     def blockwise(q, k, v, bias):

@@ -21,7 +21,7 @@ def test_rows_by_rows_equal_the_batch(tokens: int, monkeypatch: pytest.MonkeyPat
     ids, valid, labels = (jnp.asarray(a) for a in random_batch(50, rows=4))
     value_and_grad = jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0])
     expected, gradient = value_and_grad(model)
-    monkeypatch.setattr(stack, "CACHED_TOKENS", tokens)
+    monkeypatch.setattr(stack, "CACHED", tokens * TINY.d_model)
     ours, other = value_and_grad(model)
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
     for name, leaf in leaves(gradient).items():

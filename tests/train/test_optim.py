@@ -100,7 +100,9 @@ def test_adafactor_factors(model: T5) -> None:
 def test_adamw_rms_is_adamw_times_the_size_of_each_tensor(model: T5) -> None:
     steps = gradients(model)
     chain = optax.chain(optax.scale_by_adam(), optax.scale_by_param_block_rms(), optax.scale_by_learning_rate(RATE))
-    assert_equal(updated(Optimizer("adamw-rms", clip=0.0), model, steps), reference(chain, model, steps), tensors(model))
+    assert_equal(
+        updated(Optimizer("adamw-rms", clip=0.0), model, steps), reference(chain, model, steps), tensors(model)
+    )
 
 
 def test_lion_is_optax(model: T5) -> None:
@@ -151,9 +153,12 @@ def rates(schedule: Schedule, steps: int = 100) -> np.ndarray:
 
 
 def test_schedules() -> None:
-    np.testing.assert_allclose(rates(Schedule("constant", warmup=10))[[0, 4, 9, 50, 99]], [0.2, 1.0, 2, 2, 2], rtol=1e-6)
+    np.testing.assert_allclose(
+        rates(Schedule("constant", warmup=10))[[0, 4, 9, 50, 99]], [0.2, 1.0, 2, 2, 2], rtol=1e-6
+    )
     linear = rates(Schedule("linear", warmup=10))
-    assert linear[9] == 2 and linear[-1] > 0
+    assert linear[9] == 2
+    assert linear[-1] > 0
     np.testing.assert_allclose(np.diff(linear[9:]), -2 / 91, rtol=1e-4)
     cosine = rates(Schedule("cosine", warmup=10, floor=0.1))
     np.testing.assert_allclose([cosine[9], cosine[-1]], [2, 0.2], rtol=1e-2)
@@ -161,7 +166,9 @@ def test_schedules() -> None:
     root = rates(Schedule("inverse-sqrt", warmup=16))
     np.testing.assert_allclose(root[[15, 63]], [2, 1], rtol=1e-6)
     stable = rates(Schedule("warmup-stable-decay", warmup=10, decay=0.2))
-    assert (stable[9:80] == 2).all() and (np.diff(stable[80:]) < 0).all() and 0 < stable[-1] < 0.1
+    assert (stable[9:80] == 2).all()
+    assert (np.diff(stable[80:]) < 0).all()
+    assert 0 < stable[-1] < 0.1
 
 
 @pytest.mark.parametrize(

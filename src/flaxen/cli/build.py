@@ -70,10 +70,12 @@ def start(model: Start) -> tuple[Config, Tokenizer, dict[str, Any]]:
     else:
         config = _preset(model.preset) if model.preset else _config_file(model.config)
         if model.tokenizer is None and not (model.preset or "").startswith("byt5"):
-            raise InputError("a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes")
+            raise InputError(
+                "a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes"
+            )
         tokenizer = named_tokenizer(model.tokenizer or "bytes")
         # Rows of the table come in multiples of 128, as T5's 32,128 for 32,100 ids do: products like it.
-        ids = {"pad_id": tokenizer.pad_id, "eos_ids": (tokenizer.eos_id,), "start_id": tokenizer.pad_id}
+        ids: dict[str, Any] = {"pad_id": tokenizer.pad_id, "eos_ids": (tokenizer.eos_id,), "start_id": tokenizer.pad_id}
         config = dataclasses.replace(config, vocab_size=-(-tokenizer.size // 128) * 128, **ids)
     changes: dict[str, Any] = {"compute": model.compute, "remat": model.remat}
     changes |= {} if model.dropout is None else {"dropout": model.dropout}

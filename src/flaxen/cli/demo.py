@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__"}
 CONFIG = {
-    "model_type": "t5", "d_model": 192, "d_kv": 32, "d_ff": 384, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 6,
-    "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
+    "model_type": "t5", "d_model": 192, "d_kv": 32, "d_ff": 384, "num_layers": 3, "num_decoder_layers": 3,
+    "num_heads": 6, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
 }  # fmt: skip
 
 
@@ -58,10 +58,9 @@ class Demo:
 
         console.print("\n[bold]2. A vocabulary[/bold]")
         data = Corpus(train=(str(corpus),), cache=self.out / "tokens")
-        command = Vocab(out=vocabulary, data=data, size=2000)
         console.print(f"$ flaxen vocab {vocabulary} --data.train {corpus} --size 2000", style="dim", markup=False)
         if not vocabulary.exists():
-            command.run(set())
+            Vocab(out=vocabulary, data=data, size=2000).run(set())
 
         console.print("\n[bold]3. Training: write what was cut out of a text[/bold]")
         config = self.out / "config.json"
@@ -90,7 +89,8 @@ class Demo:
             f"{run}  settings, metrics, checkpoints; kill the training at any moment and run it again\n\n"
             "Next, on text of your own:\n"
             "  flaxen vocab my-vocabulary --data.train 'my-texts/*.txt'\n"
-            "  flaxen preview --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary --data.train 'my-texts/*.txt'\n"
+            "  flaxen preview --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary "
+            "--data.train 'my-texts/*.txt'\n"
             "  flaxen train denoise --out my-run --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary "
             "--data.train 'my-texts/*.txt'\n"
             f"  flaxen generate {run / 'model'} --text 'The function returns the <extra_id_0> of the list.'",
@@ -150,7 +150,7 @@ def _fill(console: "Console", model: "Pretrained", held_out: list[str], training
     sentences = [s for p in held_out for s in re.split(r"(?<=[.:]) ", p) if 50 <= len(s) <= 110]
     puzzles = []
     for sentence in sentences[:200]:
-        places = [m for m in re.finditer(r"(?<= )[a-z]{3,}(?= )", sentence)]
+        places = list(re.finditer(r"(?<= )[a-z]{3,}(?= )", sentence))
         if places:
             place = draw.choice(places)
             blank = f"{sentence[: place.start()]}<extra_id_0>{sentence[place.end() :]}"

@@ -54,10 +54,10 @@ def _parsed(arguments: list[str]) -> tuple[Any, list[str]]:
         if arguments[: len(words)] == words:
             flags = arguments[len(words) :]
             path = _value(flags, "--recipe")
-            default = {"default": recipe.read(kind, Path(path))} if path else {}
+            default: dict[str, Any] = {"default": recipe.read(kind, Path(path))} if path else {}
             return tyro.cli(kind, args=flags, prog=f"flaxen {name}", **default), flags
     # None of them: tyro lists them all, or completes the shell's words.
-    every = Union[tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]  # noqa: UP007
+    every: Any = Union[tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]  # noqa: UP007
     return tyro.cli(every, args=arguments, prog="flaxen", description=ABOUT), arguments
 
 

@@ -31,8 +31,8 @@ class Preview:
         task = Denoise(config, self.objective, tokenizer, *open_corpus(self.data, tokenizer), self.seed)
         console, n = Console(soft_wrap=True, highlight=False), task.lengths
         console.print(
-            f"{task.examples:,} training and {task.validation_examples:,} validation examples of {n.raw} tokens; each has "
-            f"{n.spans} holes with {n.noise} tokens in all: {n.inputs} tokens in, {n.targets} out", markup=False
+            f"{task.examples:,} training and {task.validation_examples:,} validation examples of {n.raw} tokens; each "
+            f"has {n.spans} holes with {n.noise} tokens in all: {n.inputs} tokens in, {n.targets} out", markup=False
         )  # fmt: skip
         console.print(
             f"tokenizer: {tokenizer.size:,} ids, sentinels {', '.join(map(str, tokenizer.sentinels[:3]))}, …; "

@@ -64,7 +64,9 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return tuple(_typed(options[0], one, where) for one in value)
     if origin is typing.Literal:
         if value not in options:
-            raise InputError(f"{where} must be one of {', '.join(map(str, options))}, got {value!r}{nearest(str(value), options)}")
+            raise InputError(
+                f"{where} must be one of {', '.join(map(str, options))}, got {value!r}{nearest(str(value), options)}"
+            )
         return value
     if origin is typing.Annotated:
         return _typed(options[0], value, where)

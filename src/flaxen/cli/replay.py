@@ -48,33 +48,34 @@ class Replay:
             state = stepper.start(built.initial())
         first = int(state.step)
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"from {'checkpoint ' + str(first) if first else 'the start'}, {self.step - first} step(s) to make")
+        console.print(f"from {f'checkpoint {first}' if first else 'the start'}: {self.step - first} to make")
         for step in range(first, self.step - 1):
-            state, report = stepper.update(state, task_batch := built.task.batch(step, size))
-            del task_batch
+            state, _ = stepper.update(state, built.task.batch(step, size))
         batch = built.task.batch(self.step - 1, size)
         before = {path: np.asarray(leaf, np.float64) for path, leaf in leaves(state.model).items()}
         _, gradient = stepper.gradient(state, batch)
         state, report = stepper.update(state, batch)
 
         loss = float(report.sums.loss) / max(float(report.sums.weight), 1.0)
-        console.print(
-            f"step {self.step}: loss {loss!r}, gradient norm {float(report.norm)!r}, learning rate {float(report.rate)!r}"
-        )
+        norm, rate = float(report.norm), float(report.rate)
+        console.print(f"step {self.step}: loss {loss!r}, gradient norm {norm!r}, learning rate {rate!r}")
         for row in range(min(self.examples, size)):
             for title, text in zip(("text", "reads", "writes"), built.task.show(batch, row)):
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
-        norm = lambda a: float(np.sqrt(np.square(np.asarray(a, np.float64)).sum()))  # noqa: E731
+        size_of = lambda a: float(np.sqrt(np.square(np.asarray(a, np.float64)).sum()))  # noqa: E731
         rows = []
         for path, leaf in leaves(gradient).items():
             change = np.asarray(leaves(state.model)[path], np.float64) - before[path]
             wrong = int(np.size(leaf) - np.isfinite(np.asarray(leaf)).sum())
-            rows.append((path, norm(before[path]), norm(leaf), norm(change), wrong))
+            rows.append((path, size_of(before[path]), size_of(leaf), size_of(change), wrong))
         rows.sort(key=lambda row: (-row[4], -np.nan_to_num(row[2], nan=np.inf)))
         table = Table("weight", "norm", "gradient", "update", "not finite")
-        for path, weight, slope, change, wrong in rows[: self.weights]:
-            table.add_row(path, f"{weight:.4g}", f"{slope:.4g}", f"{change:.4g}", str(wrong or ""))
+        for path, weight, slope, moved, wrong in rows[: self.weights]:
+            table.add_row(path, f"{weight:.4g}", f"{slope:.4g}", f"{moved:.4g}", str(wrong or ""))
         console.print(table)
         bad = sum(row[4] > 0 for row in rows)
-        console.print(f"{bad} of {len(rows)} gradients have entries that are not finite" if bad else "all gradients are finite")
+        verdict = (
+            f"{bad} of {len(rows)} gradients have entries that are not finite" if bad else "all gradients are finite"
+        )
+        console.print(verdict)

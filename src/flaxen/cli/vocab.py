@@ -1,20 +1,22 @@
 """flaxen vocab OUT --data.train …"""
 
+import os
+import shlex
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import tyro
 
 from flaxen.data.corpus import Corpus
+from flaxen.data.tokenizers import Files, Tokenizer, load_tokenizer
+from flaxen.data.vocabulary import train_bpe, train_sentencepiece
 from flaxen.errors import InputError
-
-if TYPE_CHECKING:
-    from flaxen.data.tokenizers import Files, Tokenizer
 
 SHOWN = 1_000_000  # characters to measure the vocabulary on
 
@@ -40,76 +42,73 @@ class Vocab:
     """SentencePiece: sentences to train on, drawn from all (256 characters at most; up to 6 GB for a million)."""
 
     def run(self, given: set[str]) -> None:
-        self._check(given)
-        shown: list[str] = []
-        files = _interruptible(lambda: self._train(shown))
-
-        from flaxen.data.tokenizers import load_tokenizer
         from flaxen.hf.files import whole_directory
 
-        self._check_out()  # again: training takes a while
-        with whole_directory(self.out) as directory:
-            for name, content in files.items():
-                (directory / name).write_bytes(content)
-            tokenizer = load_tokenizer(directory)
-            assert tokenizer is not None
-        self._report(tokenizer, shown)
-
-    def _check(self, given: set[str]) -> None:
         alone = [name for name in ("coverage", "byte_fallback", "sample") if name in given]
         if self.kind == "bpe" and alone:
             raise InputError(f"--{alone[0].replace('_', '-')} belongs to SentencePiece; leave it out for --kind bpe")
-        self._check_out()
-
-    def _check_out(self) -> None:
         out = self.out.expanduser()
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise InputError(f"{out} exists and is no empty directory; choose another name, or remove it")
+        _check_free(out)
+        files, shown = self._train()
+        _check_free(out)  # training takes a while, and whole_directory would replace a checkpoint
+        with whole_directory(out) as directory:
+            for name, content in files.items():
+                (directory / name).write_bytes(content)
+        tokenizer = load_tokenizer(out)
+        assert tokenizer is not None
+        self._report(tokenizer, shown)
 
-    def _train(self, shown: list[str]) -> "Files":
-        """The vocabulary's files; `shown` receives some of the text."""
+    def _train(self) -> tuple[Files, list[str]]:
+        """The vocabulary's files, and some of the text."""
         from rich.console import Console
         from rich.progress import Progress
 
-        from flaxen.data.vocabulary import train_bpe, train_sentencepiece
-
-        source = self.data.train_source()
+        source, shown = self.data.train_source(), list[str]()
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
             reading = bar.add_task("reading", total=source.size)
 
             def texts() -> Iterator[str]:
-                n_shown = 0
+                left = SHOWN
                 for text in source.texts(lambda position: bar.update(reading, completed=position)):
-                    if n_shown < SHOWN:
-                        shown.append(text[: SHOWN - n_shown])
-                        n_shown += len(shown[-1])
+                    if left:
+                        shown.append(text[:left])
+                        left -= len(shown[-1])
                     yield text
-                bar.update(reading, completed=source.size, total=source.size or 1)
+                bar.update(reading, total=1, completed=1)
                 bar.add_task("training", total=None)
 
             if self.kind == "bpe":
-                return train_bpe(texts(), self.size, self.sentinels)
-            return train_sentencepiece(
-                texts(), self.size, self.sentinels, self.coverage, self.byte_fallback, self.sample
-            )
+                files = _interruptible(lambda: train_bpe(texts(), self.size, self.sentinels))
+            else:
+                options = (self.coverage, self.byte_fallback, self.sample)
+                files = _interruptible(lambda: train_sentencepiece(texts(), self.size, self.sentinels, *options))
+        return files, shown
 
-    def _report(self, tokenizer: "Tokenizer", shown: list[str]) -> None:
+    def _report(self, tokenizer: Tokenizer, shown: list[str]) -> None:
         rows = tokenizer.encode_batch(shown, eos=False, specials=False)
-        n_characters, n_tokens = sum(map(len, shown)), sum(map(len, rows))
-        unknown = sum(row.count(tokenizer.unk_id) for row in rows) if tokenizer.unk_id is not None else 0
-        print(f"wrote      {self.out}")
-        print(f"ids        {tokenizer.size:,}, {len(tokenizer.sentinels):,} of them sentinels")
-        print(f"text       {n_characters / n_tokens:.2f} characters per token, {100 * unknown / n_tokens:.2g} % unknown")
+        n_characters, n_tokens = sum(map(len, shown)), max(1, sum(map(len, rows)))
+        unknown = sum(id == tokenizer.unk_id for row in rows for id in row) / n_tokens
+        print(f"wrote     {self.out}")
+        print(f"ids       {tokenizer.size:,}, {len(tokenizer.sentinels):,} of them sentinels")
+        print(f"text      {n_characters / n_tokens:.2f} characters per token, {unknown:.2%} unknown")
         for text in sorted(shown, key=len, reverse=True)[:3]:
-            example = " ".join(text.split())[:100].rpartition(" ")[0]
+            example = textwrap.shorten(text[:1000], 100, placeholder="") or text[:100]
             ids = tokenizer.encode(example, eos=False, specials=False)
-            print(f"example    {' '.join(map(tokenizer.token, ids))}")
-        data = f"--data.dataset {self.data.dataset}" if self.data.dataset else f"--data.train {' '.join(self.data.train)}"
-        print(f"next       flaxen train denoise --model.tokenizer {self.out} {data}")
+            print(f"example   {' '.join(map(tokenizer.token, ids))}")
+        data = ["--data.dataset", self.data.dataset] if self.data.dataset else ["--data.train", *self.data.train]
+        print(f"next      flaxen train denoise --model.tokenizer {shlex.join([str(self.out), *data])}")
 
 
-def _interruptible(work: Callable[[], "Files"]) -> "Files":
-    """What `work` returns; Ctrl-C ends the wait for it, while the libraries would finish their minutes first."""
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is no empty directory; choose another name, or remove it")
+    above = next(path for path in out.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {out}: {above} is no directory that you may write to")
+
+
+def _interruptible(work: Callable[[], Files]) -> Files:
+    """What `work` returns. Ctrl-C ends the wait for it; in this thread it would wait for the trainer, for minutes."""
     result: Future[Files] = Future()
 
     def run() -> None:

@@ -17,7 +17,8 @@ def ahead(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Iterato
     def put(result: tuple[T | None, BaseException | None]) -> None:
         while not stop.is_set():
             try:
-                return ready.put(result, timeout=0.1)
+                ready.put(result, timeout=0.1)
+                return
             except queue.Full:
                 continue
 

@@ -19,6 +19,7 @@ from flaxen.nn.layers import Linear, keep_mask
 from flaxen.nn.stack import kept
 
 # Finite, so that a row whose keys are all masked is a mean over garbage and not NaN.
+CACHED_SCORES = 2**16  # a block of 256 x 256 in f32: 256 kB
 MASKED = -1e9
 
 
@@ -106,15 +107,20 @@ def _even(length: int, block: int) -> int:
     return -(-length // -(-length // block))
 
 
-def _each_head(function: Callable[..., Any], *arrays: Array) -> Any:
-    """`function` of each head of each row: one after the other on a CPU, where a head's scores fit in the cache
-    and those of all heads do not; all at once elsewhere."""
+def _each_head(function: Callable[..., Any], static: _Static, *arrays: Array) -> Any:
+    """`function` of each head of each row: on a CPU some at a time, whose blocks of scores fit in the cache as those
+    of all heads would not; all at once elsewhere."""
     flat = [a.reshape(-1, *a.shape[2:]) for a in arrays]
     index = jnp.arange(len(flat[0]), dtype=jnp.uint32)
-    if jax.default_backend() == "cpu":
+    together = (
+        max(1, CACHED_SCORES // (static.t_block * static.s_block)) if jax.default_backend() == "cpu" else len(index)
+    )
+    while len(index) % together:
+        together -= 1
+    if together == 1:
         out = lax.map(lambda xs: function(*xs), (index, *flat))
     else:
-        out = jax.vmap(function)(index, *flat)
+        out = lax.map(lambda xs: function(*xs), (index, *flat), batch_size=together)
     return jax.tree.map(lambda a: a.reshape(*arrays[0].shape[:2], *a.shape[1:]), out)
 
 
@@ -206,7 +212,7 @@ def _forward(
         out, lse = lax.map(lambda xs: row(*xs), (jnp.arange(n_t), _blocks(q, static.t_block)))
         return out.reshape(q.shape), lse.reshape(-1)
 
-    out, lse = (kept(a) for a in _each_head(head, q, k, v, *_spread(bias, mask, q)))
+    out, lse = (kept(a) for a in _each_head(head, static, q, k, v, *_spread(bias, mask, q)))
     return out, (q, k, v, bias, mask, seed, out, lse)
 
 
@@ -255,7 +261,7 @@ def _backward(static: _Static, residuals: tuple[Array, ...], g: Array) -> tuple[
         (dks, dvs, dbias), dqs = lax.scan(row, start, rows)
         return dqs.reshape(q.shape), dks.reshape(k.shape).astype(k.dtype), dvs.reshape(v.shape).astype(v.dtype), dbias
 
-    dq, dk, dv, dbias = _each_head(head, q, k, v, g, lse, delta, *_spread(bias, mask, q))
+    dq, dk, dv, dbias = _each_head(head, static, q, k, v, g, lse, delta, *_spread(bias, mask, q))
     return dq, dk, dv, dbias.sum(axis=0), jnp.zeros_like(mask), None
 
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 M = TypeVar("M")
 KEPT = "kept"
-CACHED_TOKENS = 512  # of 512 features, and four times that in the feed-forward layer: a few megabytes
+CACHED = 2**18  # numbers that enter a layer, such as 512 tokens of 512 features: megabytes with all made of them
 
 
 def run(
@@ -50,8 +50,8 @@ def by_rows(function: Callable[..., Array], x: Array, key: Array | None, *more: 
 
     `x` and the arrays of `more` have the batch first; rows must not depend on each other.
     """
-    batch, length = x.shape[:2]
-    n = max(1, CACHED_TOKENS // length)
+    batch = len(x)
+    n = max(1, min(batch, CACHED // (x.size // batch)))
     while batch % n:
         n -= 1
     if jax.default_backend() != "cpu" or n == batch:

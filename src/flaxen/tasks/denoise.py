@@ -1,8 +1,7 @@
-"""Span corruption: the model reads a text with holes and writes what was in them. How T5, mT5 and ByT5 are pre-trained."""
+"""Span corruption: the model reads a text with holes and writes what was in them. So T5 is pre-trained."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from jax import Array
@@ -32,8 +31,8 @@ class Denoise:
         self.tokenizer, self.objective, self.seed = tokenizer, objective, seed
         if not tokenizer.sentinels:
             raise InputError(
-                "the tokenizer has no sentinels (<extra_id_0>, <extra_id_1>, …), which stand for the holes in the text; "
-                "take a T5 tokenizer, or make one with `flaxen vocab`"
+                "the tokenizer has no sentinels (<extra_id_0>, <extra_id_1>, …), which stand for the holes in the "
+                "text; take a T5 tokenizer, or make one with `flaxen vocab`"
             )
         if self.lengths.spans > len(tokenizer.sentinels):
             raise InputError(
@@ -59,7 +58,9 @@ class Denoise:
         """The same holes every time: two evaluations differ only by the model."""
         n = min(self.validation_examples, limit or self.validation_examples)
         for first in range(0, n, size):
-            batch = self._corrupted(self._validation, np.arange(first, min(first + size, n)), (self.seed, EVALUATION), first)
+            batch = self._corrupted(
+                self._validation, np.arange(first, min(first + size, n)), (self.seed, EVALUATION), first
+            )
             fill = size - len(batch["labels"])
             yield {
                 name: np.pad(array, ((0, fill), (0, 0)), constant_values=-1 if name == "labels" else 0)
@@ -84,8 +85,8 @@ class Denoise:
 
     def _spelled(self, ids: np.ndarray) -> str:
         """Text with its holes numbered, whatever ids they have (ByT5's are bytes that no text has)."""
-        text, piece, number = "", [], 0
-        sentinels = self.tokenizer.sentinels
+        text, number, sentinels = "", 0, self.tokenizer.sentinels
+        piece: list[int] = []
         for id in ids.tolist():
             if number < self.lengths.spans and id == sentinels[number]:
                 text, piece, number = f"{text}{self.tokenizer.decode(piece)} ‹{number}› ", [], number + 1

@@ -1,7 +1,7 @@
 """What the trainer knows of a task: batches, a loss, and the names of what it measures."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jax import Array
@@ -11,6 +11,7 @@ from flaxen.nn.loss import Sums
 Batch = dict[str, np.ndarray]  # arrays with the examples first
 
 
+@runtime_checkable
 class Task(Protocol):
     """Joins a model to data. Batches are pure functions of (seed, step, row), so any step can be made again."""
 

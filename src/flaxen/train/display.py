@@ -40,7 +40,7 @@ class Display:
 
 
 def numbers(values: dict[str, float]) -> str:
-    """'loss 3.214  accuracy 0.412' """
+    """'loss 3.214  accuracy 0.412'"""
     return "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in values.items())
 
 
@@ -52,4 +52,10 @@ def _short(value: float) -> str:
 
 def seconds(value: float) -> str:
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s" if minutes else f"{value:.1f} s"
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes >= 60
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{value:.1f} s"
+    )

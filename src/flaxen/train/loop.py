@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: step, log? evaluate? save? A kill at any moment costs only the steps since a save."""
+"""The training loop: step, log? evaluate? save? A kill at any moment costs only the steps since the last save."""
 
 import math
 import signal
@@ -19,9 +19,8 @@ from flaxen.tasks.task import Task
 from flaxen.train.checkpoint import Checkpoints, rank
 from flaxen.train.display import Display, numbers, seconds
 from flaxen.train.run import Run
-from flaxen.train.settings import Training
 from flaxen.train.speed import peak
-from flaxen.train.step import Report, State, Stepper
+from flaxen.train.step import Report, Stepper
 from flaxen.train.tracking import Tracker
 
 Export = Callable[[Any, Path], None]  # writes a model to a directory
@@ -88,7 +87,10 @@ def train(
             pending = None
             speed.stop(step - done)
             if due(training.log_every):
-                values = memory.window(task) | {"gradient_norm": float(report.norm), "learning_rate": float(report.rate)}
+                values = memory.window(task) | {
+                    "gradient_norm": float(report.norm),
+                    "learning_rate": float(report.rate),
+                }
                 display.line(f"step {step:,}  {numbers(values)}  {speed.text()}")
                 write("train", step, values | speed.values())
             if due(training.eval_every):
@@ -103,7 +105,9 @@ def train(
                 checkpoints.save(step, state, memory.saved(), memory.evaluation if due(training.eval_every) else None)
             if stopping:
                 checkpoints.wait()
-                display.line(f"saved step {step:,} on {signal.Signals(received[0]).name}; the same command goes on from it")
+                display.line(
+                    f"saved step {step:,} on {signal.Signals(received[0]).name}; the same command goes on from it"
+                )
                 raise SystemExit(128 + received[0])
             speed.start(step - done)
 
@@ -115,7 +119,9 @@ def train(
                 chosen = state if wanted == int(state.step) else checkpoints.restore(wanted, state)[0]
                 export(chosen.model, run.directory / name)
         if done < steps:
-            display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.directory / 'model'}")
+            display.line(
+                f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.directory / 'model'}"
+            )
     for tracker in trackers:
         tracker.close()
     return memory.evaluation or {}
@@ -179,7 +185,7 @@ class Diverged(InputError):
         super().__init__(
             f"step {step}: the loss is {loss} and the gradient's norm {norm}; training stops, and nothing of this step "
             f"is saved.\nLook at the batch and the update: flaxen replay {directory} --step {step}\n"
-            "Usual remedies: a lower learning rate, a longer warmup, clipping, --objective.z-loss 1e-4, or float32 compute"
+            "Usual remedies: a lower learning rate, a longer warmup, clipping, --objective.z-loss 1e-4, float32 compute"
         )
 
 

@@ -1,8 +1,8 @@
 """The directory of a run: what it was told, what it measured, what it made.
 
-    config.toml    every setting, resolved          checkpoints/   to go on from
-    run.json       model, data, versions, machine   model/  best/  in Hugging Face form
-    metrics.jsonl  one record per line
+config.toml    every setting, resolved          checkpoints/   to go on from
+run.json       model, data, versions, machine   model/  best/  in Hugging Face form
+metrics.jsonl  one record per line
 """
 
 import fcntl
@@ -21,7 +21,17 @@ import tomli_w
 
 from flaxen.errors import InputError
 
-CONTENTS = ("config.toml", "run.json", "metrics.jsonl", "lock", "checkpoints", "model", "best", "events.*", ".*.partial")
+CONTENTS = (
+    "config.toml",
+    "run.json",
+    "metrics.jsonl",
+    "lock",
+    "checkpoints",
+    "model",
+    "best",
+    "events.*",
+    ".*.partial",
+)
 # What may change when a run goes on, because no number of the training depends on it. Data is known by its digest.
 FREE = ("out", "data.*", "tracking.*", "training.log_every", "training.eval_*", "training.save_every", "training.keep*")
 PACKAGES = ("flaxen", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

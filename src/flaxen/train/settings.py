@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flaxen.errors import InputError
 
@@ -72,7 +72,7 @@ class Optimizer:
 
     def resolved(self) -> "Optimizer":
         """Every number said, so that a record of it does not depend on today's defaults."""
-        options = {name: self.option(name) for name in OPTIONS[self.name]}
+        options: dict[str, Any] = {name: self.option(name) for name in OPTIONS[self.name]}
         return dataclasses.replace(self, learning_rate=self.peak, **options)
 
     @property

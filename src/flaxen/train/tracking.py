@@ -2,12 +2,13 @@
 
 import importlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flaxen.errors import InputError
 from flaxen.train.settings import Tracking
 
 
+@runtime_checkable
 class Tracker(Protocol):
     def log(self, values: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...

@@ -1,0 +1,195 @@
+"""Measure the data side: how fast text becomes tokens, in how much memory, and whether training waits for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import report
+from rich.console import Console
+from rich.table import Table
+from run import HERE, others_cpu
+
+# Nothing here may import NumPy or JAX: the peak memory that a child reports starts at its parent's.
+
+Record = dict[str, Any]
+MEASURES = ("tokenize", "memory", "feed")
+SYSTEMS = ("datasets", "flaxen", "flaxen-json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("measure", choices=[*MEASURES, "all"], nargs="?", default="all")
+    parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved (tokenize, feed)")
+    parser.add_argument("--large", action="store_true", help="memory: 1 GB of text too (needs 3 GB of disk)")
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
+    parser.add_argument("--tiny", action="store_true", help="little text: shows that all run, measures nothing")
+    flags = parser.parse_args()
+    available = sorted(os.sched_getaffinity(0))
+    if not 1 <= flags.cores <= len(available):
+        parser.error(f"--cores {flags.cores}: this process may use {len(available)}")
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    with tempfile.TemporaryDirectory(prefix="flaxen-bench-") as scratch:
+        data = Data(console, Path(scratch), available[: flags.cores], flags.tiny)
+        for name in MEASURES if flags.measure == "all" else (flags.measure,):
+            match name:
+                case "tokenize":
+                    data.tokenize(flags.rounds)
+                    console.print(tokenize_table(data.samples["tokenize"], flags.cores))
+                case "memory":
+                    data.memory([0.5, 1] if flags.tiny else [10, 100, *[1000] * flags.large])
+                    console.print(memory_table(data.samples["memory"]))
+                case "feed":
+                    data.feed(flags.rounds)
+                    console.print(feed_table(data.samples["feed"], flags.cores))
+            # Memory does not depend on who else is running.
+            if name != "memory" and (busy := max(record["others"] for record in data.samples[name])) > 0.1:
+                console.print(f"DISTURBED, do not quote: {name} ran beside {busy:.2f} busy cores", style="red")
+    console.print(data.versions())
+    if flags.json:
+        flags.json.write_text(json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": data.samples}))
+
+
+class Data:
+    """Runs workers one at a time and keeps what they print: `samples[measure]`."""
+
+    def __init__(self, console: Console, scratch: Path, cores: list[int], tiny: bool) -> None:
+        self.console, self.scratch, self.cores, self.tiny = console, scratch, cores, tiny
+        self.samples: dict[str, list[Record]] = defaultdict(list)
+        self.text, self.vocabulary = scratch / "text.txt", scratch / "vocabulary"
+        self._made(self.text, 1 if tiny else 8)
+        size = ["--size", "2000" if tiny else "8000"]
+        self._run("corpus.py", "vocabulary", str(self.text), "--out", str(self.vocabulary), *size)
+
+    def tokenize(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for system in SYSTEMS:
+                files = ["--text", str(self.text), "--vocabulary", str(self.vocabulary)]
+                self._worker("tokenize", {"system": system}, "tokenizing.py", system, *files)
+
+    def memory(self, sizes: list[float]) -> None:
+        for megabytes in sizes:
+            text = self._made(self.scratch / "large.txt", megabytes)
+            for tokenizer in ("bytes", "sentencepiece"):
+                if tokenizer == "sentencepiece" and megabytes > 100:
+                    continue  # some minutes more, and memory does not depend on how text is segmented
+                vocabulary = [] if tokenizer == "bytes" else ["--vocabulary", str(self.vocabulary)]
+                flags = ["--text", str(text), *vocabulary]
+                self._worker("memory", {"tokenizer": tokenizer}, "store_memory.py", *flags)
+
+    def feed(self, rounds: int) -> None:
+        flags = ["--text", str(self.text), "--vocabulary", str(self.vocabulary), "--rounds", str(rounds)]
+        self._worker("feed", {}, "feeding.py", *flags, *["--tiny"] * self.tiny)
+
+    def versions(self) -> str:
+        used = {record["system"]: record["versions"] for record in self._all() if "versions" in record}
+        return "\n".join(f"{name}: " + " ".join(map(" ".join, libraries.items())) for name, libraries in used.items())
+
+    def _all(self) -> list[Record]:
+        return [record for records in self.samples.values() for record in records]
+
+    def _made(self, text: Path, megabytes: float) -> Path:
+        self._run("corpus.py", "text", str(text), "--megabytes", str(megabytes))
+        return text
+
+    def _worker(self, measure: str, about: Record, script: str, *flags: str) -> None:
+        """Run one process with an empty directory of its own."""
+        with tempfile.TemporaryDirectory(dir=self.scratch) as empty:
+            pinned = ["--scratch", empty, "--pin", *map(str, self.cores)]
+            started, busy = time.time(), others_cpu()
+            output = self._run(script, *flags, *pinned)
+        seconds = time.time() - started
+        others = (others_cpu() - busy) / seconds
+        name = " ".join([measure, *about.values()])
+        self.console.print(f"  {name}: {seconds:.0f} s in all, others used {others:.2f} cores", style="dim")
+        records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        self.samples[measure] += [record | about | {"others": others} for record in records]
+
+    def _run(self, script: str, *flags: str) -> str:
+        command = [sys.executable, str(HERE / "workers" / script), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise SystemExit(f"{script} failed (exit {done.returncode}): {reason}")
+        return done.stdout
+
+
+def tokenize_table(records: list[Record], cores: int) -> Table:
+    runs = [record for record in records if "tokens" in record]
+    clock = report.clock(cores)
+    table = _table(
+        f"tokenize: {runs[0]['megabytes']:.1f} MB of text to training rows",
+        ["system", "wall s (min)", "CPU s (min)", f"MB/{clock} s", "speed / datasets", "peak GB", "tokens", "in rows"],
+    )
+    of = {system: [record for record in runs if record["system"] == system] for system in SYSTEMS}
+    slowest = median(record[clock] for record in of["datasets"])
+    for system, mine in of.items():
+        cells = [system]
+        for kind in ("wall", "cpu"):
+            times = [record[kind] for record in mine]
+            cells.append(f"{median(times):.3g} ({min(times):.3g})")
+        seconds = median(record[clock] for record in mine)
+        cells += [f"{mine[0]['megabytes'] / seconds:.2f}", f"{slowest / seconds:.2f}"]
+        cells += [f"{max(record['peak_gb'] for record in mine):.2f}", f"{mine[0]['tokens']:,}", f"{mine[0]['kept']:,}"]
+        table.add_row(*cells)
+    parts = {name: median(record["parts"][name] for record in of["datasets"]) for name in of["datasets"][0]["parts"]}
+    table.caption = "CPU s of datasets: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+    return table
+
+
+def memory_table(records: list[Record]) -> Table:
+    headers = [
+        "tokenizer",
+        "text MB",
+        "tokens",
+        "after imports",
+        "built",
+        "2,000 batches read",
+        "build CPU s",
+        "read CPU s",
+    ]
+    table = _table("memory: peak resident MB of a process that builds a store and reads it", headers)
+    for record in sorted(records, key=lambda record: (record["tokenizer"], record["megabytes"])):
+        peaks = [f"{gigabytes * 1024:.0f}" for gigabytes in record["peaks"].values()]
+        seconds = [f"{record[name]['cpu']:.1f}" for name in ("build", "read")]
+        table.add_row(record["tokenizer"], f"{record['megabytes']:.0f}", f"{record['tokens']:,}", *peaks, *seconds)
+    return table
+
+
+def feed_table(records: list[Record], cores: int) -> Table:
+    headers = ["batches", "wall ms / step", "CPU ms / step", "waited ms / step"]
+    table = _table("feed: a training step with fresh batches, and with one that is always there", headers)
+    of = {name: [record for record in records if record.get("feed") == name] for name in ("constant", "loader")}
+    for name, mine in of.items():
+        table.add_row(name, *[_spread([1e3 * record[what] for record in mine]) for what in ("wall", "cpu", "waited")])
+    clock = report.clock(cores)
+    pairs = [ours[clock] / other[clock] for ours, other in zip(of["loader"], of["constant"])]
+    of_medians = median(r[clock] for r in of["loader"]) / median(r[clock] for r in of["constant"])
+    table.caption = f"loader / constant, {clock} time: {of_medians:.3f}; of {len(pairs)} pairs {_spread(pairs, '.3f')}"
+    return table
+
+
+def _spread(values: list[float], form: str = ".4g") -> str:
+    return f"{median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
+
+
+def _table(title: str, headers: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number else "left")
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A training step that is fed by the loader, and the same step with one batch that is always there."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import count, repeat
+from pathlib import Path
+from typing import Any
+
+from measure import emit, pin, timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--vocabulary", type=Path)
+    parser.add_argument("--scratch", type=Path, help="an empty directory")
+    parser.add_argument("--rounds", type=int, default=5, help="of both, one after the other")
+    parser.add_argument("--steps", type=int, default=30, help="in a round")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--pin", type=int, nargs="+", metavar="CORE")
+    flags = parser.parse_args()
+    pin(flags.pin)
+    import jax
+
+    from flaxen.data.corpus import Corpus
+    from flaxen.data.loader import ahead
+    from flaxen.data.store import open_corpus
+    from flaxen.data.tokenizers import load_tokenizer
+    from flaxen.models.t5 import T5, Config
+    from flaxen.nn.param import initialise
+    from flaxen.tasks.denoise import Denoise
+    from flaxen.tasks.objective import Objective
+    from flaxen.train.settings import Optimizer, Schedule, Training
+    from flaxen.train.step import Stepper
+
+    tokenizer = load_tokenizer(flags.vocabulary)
+    assert tokenizer is not None
+    sizes = {"d_model": 64, "d_head": 16, "d_ff": 128, "n_heads": 4, "n_layers": 2, "n_decoder_layers": 2}
+    if not flags.tiny:
+        sizes = {"d_model": 256, "d_head": 64, "d_ff": 1024, "n_heads": 4, "n_layers": 4, "n_decoder_layers": 4}
+    config = Config(vocab_size=-(-tokenizer.size // 128) * 128, dropout=0.0, **sizes)
+    training = Training(steps=10**6, batch_size=8)
+    train, validation = open_corpus(Corpus((str(flags.text),), cache=flags.scratch), tokenizer, progress=False)
+    task = Denoise(config, Objective(input_length=32 if flags.tiny else 256), tokenizer, train, validation, seed=0)
+    stepper = Stepper(task, Optimizer("adamw", learning_rate=1e-4), Schedule("constant"), training)
+    state = stepper.start(initialise(T5(config), seed=0))
+
+    def make(step: int) -> dict[str, jax.Array]:
+        return jax.device_put(task.batch(step, training.batch_size))
+
+    waited = 0.0
+
+    def steps(batches: Iterator[Any], n: int) -> None:
+        """As the training loop does it: the report of a step is read when the next one is under way."""
+        nonlocal state, waited
+        waited, report = 0.0, None
+        for _ in range(n):
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            before, (state, report) = report, stepper.update(state, batch)
+            if before is not None:
+                float(before.norm)
+        float(report.norm)
+
+    constant = make(0)
+    with closing(ahead(make, count())) as fresh:  # type: ignore[type-var]
+        feeds: dict[str, Iterator[Any]] = {"constant": repeat(constant), "loader": fresh}
+        for batches in feeds.values():
+            steps(batches, 3)
+        for _ in range(flags.rounds):
+            for name, batches in feeds.items():
+                figures = timed(lambda batches=batches: steps(batches, flags.steps))
+                per_step = {clock: figures[clock] / flags.steps for clock in ("wall", "cpu")}
+                emit(feed=name, **per_step, waited=waited / flags.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""flaxen vocab: a whole directory or none."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+
+from flaxen.cli.vocab import Vocab
+from flaxen.data.corpus import Corpus
+from flaxen.data.tokenizers import load_tokenizer
+from flaxen.errors import InputError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    (tmp_path / "some text.txt").write_text("\n".join(list(topics.values())[:20]), encoding="utf-8")
+    return Corpus(train=(str(tmp_path / "some text.txt"),))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bpe"])
+def test_writes_and_reports(kind: Any, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "vocabulary"
+    Vocab(out, corpus, kind=kind, size=600, sentinels=20).run(set())
+    tokenizer = load_tokenizer(out)
+    assert tokenizer is not None
+    assert (tokenizer.size, len(tokenizer.sentinels)) == (600, 20)
+    assert [path.name for path in out.parent.iterdir()] == ["vocabulary"]
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "600, 20 of them sentinels" in printed.out
+    assert "characters per token, 0." in printed.out
+    assert printed.out.count("example ") == 3
+    assert f"flaxen train denoise --model.tokenizer {out} --data.train '{corpus.train[0]}'" in printed.out
+
+
+def test_an_empty_directory_is_free(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    Vocab(tmp_path / "out", corpus, size=400).run(set())
+    assert load_tokenizer(tmp_path / "out") is not None
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.json"])
+def test_what_exists_is_refused(name: str, corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}")
+    for out in (tmp_path / "out", tmp_path / "out" / name):
+        with pytest.raises(InputError, match="exists and is no empty directory"):
+            Vocab(out, corpus, size=400).run(set())
+    with pytest.raises(InputError, match="is no directory that you may write to"):
+        Vocab(tmp_path / "out" / name / "below", corpus, size=400).run(set())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({"size": 50_000}, set(), "allows"),
+        ({"size": 50}, set(), "size must be at least"),
+        ({"coverage": 2.0}, {"coverage"}, "coverage must be"),
+        ({"kind": "bpe", "byte_fallback": True}, {"byte_fallback"}, "--byte-fallback belongs to SentencePiece"),
+        ({"data": Corpus()}, set(), "--data.train"),
+        ({"data": Corpus(train=("{tmp}/empty.txt",))}, set(), "expected text"),
+        ({"data": Corpus(train=("{tmp}/latin.txt",))}, set(), "not UTF-8"),
+    ],
+)
+def test_nothing_is_left_after_an_error(
+    options: dict[str, Any], given: set[str], message: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes(b"text\n" * 9 + b"\xe9t\xe9\n")
+    if "data" in options:
+        files = tuple(name.format(tmp=tmp_path) for name in options["data"].train)
+        options = {**options, "data": Corpus(train=files)}
+    before = set(tmp_path.iterdir())
+    with pytest.raises(InputError, match=message):
+        Vocab(tmp_path / "out", **{"data": corpus, **options}).run(given)
+    assert set(tmp_path.iterdir()) == before
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+import flaxen.cli.vocab as vocab
+from flaxen.data.corpus import Corpus
+vocab.train_sentencepiece = lambda *_: (print("training", flush=True), time.sleep(60))
+try:
+    vocab.Vocab(Path(sys.argv[1]), Corpus(train=(sys.argv[2],))).run(set())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_does_not_wait_for_the_trainer(corpus: Corpus, tmp_path: Path) -> None:
+    before = set(tmp_path.iterdir())
+    command = [sys.executable, "-c", SLOW, str(tmp_path / "out"), corpus.train[0]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"training\n"
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert time.monotonic() - start < 20
+    assert set(tmp_path.iterdir()) == before

@@ -1,0 +1,99 @@
+"""Fifty updates from the same weights on the same masks follow torch's, loss by loss."""
+
+import dataclasses
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import flaxen
+from flaxen.data.corpus import Corpus
+from flaxen.data.store import open_corpus
+from flaxen.data.tokenizers import ByteTokenizer
+from flaxen.models.t5 import Config
+from flaxen.tasks.denoise import Denoise
+from flaxen.tasks.objective import Objective
+from flaxen.train.settings import Optimizer, Schedule, Training
+from flaxen.train.step import Stepper
+
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "topics.txt"
+    path.write_text("\n".join(topics[name] for name in sorted(topics))[:40_000])
+    return path
+
+
+def task_of(config: Config, text: Path) -> Denoise:
+    tokenizer = ByteTokenizer()
+    corpus = open_corpus(Corpus(train=(str(text),), cache=text.parent / "cache"), tokenizer)
+    return Denoise(config, Objective(input_length=64), tokenizer, *corpus, 0)
+
+
+def losses(stepper: Stepper, model: object) -> list[float]:
+    state, found = stepper.start(model), []
+    for step in range(STEPS):
+        state, report = stepper.update(state, stepper.task.batch(step, stepper.training.batch_size))
+        found.append(float(report.sums.loss / report.sums.weight))
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_fifty_steps_are_torchs(accumulate: int, byt5: Path, text: Path) -> None:
+    """A random ByT5, AdamW with decay, clipping and a linear schedule."""
+    pretrained = flaxen.load(byt5)
+    task = task_of(pretrained.config, text)
+    optimizer = Optimizer("adamw", learning_rate=2e-3, weight_decay=0.01, clip=1.0)
+    training = Training(steps=STEPS, batch_size=8, accumulate=accumulate)
+    stepper = Stepper(task, optimizer, Schedule("linear", warmup=10), training)
+    ours = losses(stepper, pretrained.model)
+
+    model = transformers.T5ForConditionalGeneration.from_pretrained(byt5).train()  # its dropout is 0
+    plain = [p for name, p in model.named_parameters() if "norm" in name or "bias" in name]
+    decayed = [p for name, p in model.named_parameters() if not ("norm" in name or "bias" in name)]
+    groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.01}]
+    reference, theirs = torch.optim.AdamW(groups, lr=1.0), []
+    for step in range(STEPS):
+        for group in reference.param_groups:
+            group["lr"] = float(stepper.rate(np.int32(step)))
+        batch = {name: torch.tensor(array).long() for name, array in task.batch(step, 8).items()}
+        loss = model(**batch).loss
+        reference.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        reference.step()
+        theirs.append(loss.item())
+    assert theirs[0] - theirs[-1] > 1.0, "it must have learnt something for the comparison to mean anything"
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3)
+
+
+def test_dropout_is_a_function_of_seed_and_step(byt5: Path, text: Path) -> None:
+    pretrained = flaxen.load(byt5)
+    config = dataclasses.replace(pretrained.config, dropout=0.3)
+    model = flaxen.create(config).model
+    task = task_of(config, text)
+    batch = task.batch(0, 4)
+
+    def loss(seed: int, step: int) -> float:
+        stepper = Stepper(task, Optimizer(), Schedule(), Training(steps=9, batch_size=4, seed=seed))
+        state = stepper.start(model)._replace(step=np.int32(step))
+        return float(stepper.gradient(state, batch)[0].loss)
+
+    assert loss(0, 3) == loss(0, 3)
+    assert len({loss(0, 3), loss(0, 4), loss(1, 3)}) == 3
+
+
+def test_scores_have_no_noise(byt5: Path, text: Path) -> None:
+    pretrained = flaxen.load(byt5)
+    config = dataclasses.replace(pretrained.config, dropout=0.3)
+    task = task_of(config, text)
+    stepper = Stepper(task, Optimizer(), Schedule(), Training(steps=9, batch_size=4))
+    model, batch = flaxen.create(config).model, jax.device_put(task.batch(0, 4))
+    expected = float(model.loss(batch["input_ids"], batch["labels"])[1].loss)
+    np.testing.assert_allclose(float(stepper.score(model, batch).loss), expected, rtol=1e-6)
