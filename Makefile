@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-peers clean
+.PHONY: demo parity test lint bench bench-peers clean
 
 demo: .venv/ready
-	$(BIN)/python examples/demo.py
+	rm -rf build/demo
+	$(BIN)/flaxen demo --out build/demo
+
+parity: .venv/ready
+	$(BIN)/python examples/parity.py
 
 test: .venv/ready
 	$(BIN)/python -m pytest

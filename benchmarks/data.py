@@ -56,7 +56,7 @@ def main() -> None:
             # Memory does not depend on who else is running.
             if name != "memory" and (busy := max(record["others"] for record in data.samples[name])) > 0.1:
                 console.print(f"DISTURBED, do not quote: {name} ran beside {busy:.2f} busy cores", style="red")
-    console.print(data.versions())
+    console.print(data.versions(), end="")
     if flags.json:
         flags.json.write_text(json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": data.samples}))
 
@@ -94,7 +94,7 @@ class Data:
 
     def versions(self) -> str:
         used = {record["system"]: record["versions"] for record in self._all() if "versions" in record}
-        return "\n".join(f"{name}: " + " ".join(map(" ".join, libraries.items())) for name, libraries in used.items())
+        return "".join(f"{name}: {' '.join(map(' '.join, libraries.items()))}\n" for name, libraries in used.items())
 
     def _all(self) -> list[Record]:
         return [record for records in self.samples.values() for record in records]

@@ -109,6 +109,19 @@ def disturbed(workload: str, samples: Samples, limit: float = 0.1) -> str:
     return ", ".join(f"{name} ran beside {cores:.2f} busy cores" for name, cores in worst.items() if cores > limit)
 
 
+def disagreement(samples: Samples) -> str:
+    """Systems whose loss went another way than the first one's: they did other work, and their times mean nothing."""
+    losses = {
+        name: [record["result"]["loss"] for record in records if "result" in record][-1]
+        for name, records in samples["train"].items()
+    }
+    first, expected = next(iter(losses.items()))
+    # The first updates of AdamW are near the signs of the gradients, some of which are rounding.
+    limits = {name: 2e-2 if "bf16" in (name[-4:], first[-4:]) else 1e-3 for name in losses}
+    wrong = {name: loss for name, loss in losses.items() if not abs(loss - expected) <= limits[name]}
+    return ", ".join(f"{name}'s last loss is {loss:.5f}, {first}'s {expected:.5f}" for name, loss in wrong.items())
+
+
 def footer(samples: Samples, cores: int) -> str:
     """The ceiling that the tables refer to, the clock of the ratios, and the versions measured."""
     peaks = ", ".join(f"{speed:.0f} GFLOP/s {name}" for name, speed in gemm_peaks(samples, cores).items())

@@ -136,6 +136,8 @@ class Bench:
             self.console.print(report.cold_table(self.samples, cores))
         elif self.samples.get(workload):
             self.console.print(report.work_table(workload, self.samples, cores, self.tiny))
+        if workload == "train" and self.samples.get("train") and (wrong := report.disagreement(self.samples)):
+            self.console.print(f"DIFFERENT WORK: {wrong}", style="red", markup=False)
         if disturbed := report.disturbed(workload, self.samples):
             self.console.print(f"DISTURBED, do not quote: {disturbed}", style="red", markup=False)
         for name in names:

@@ -1,6 +1,6 @@
 """Flaxen. bf16 is: to generate, bf16 weights; for the loss and for training, f32 weights and bf16 compute."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from measure import Worker
@@ -40,19 +40,20 @@ def main() -> None:
         from flaxen.train.step import Stepper
 
         nonlocal pretrained
+        task = OneBatch(source, labels)
         stepper = Stepper(
-            Constant(),
+            task,
             Optimizer("adamw", learning_rate=LEARNING_RATE, clip=0.0),
             Schedule("constant"),
             Training(steps=1000, batch_size=len(source), accumulate=pieces(source)),
         )
         state, pretrained = stepper.start(pretrained.model), None  # nobody else keeps the first weights
-        batch = jax.device_put({"input_ids": source, "labels": labels})
+        batch = jax.device_put(task.batch(0, len(source)))
 
         def step() -> float:
             nonlocal state
             state, report = jax.block_until_ready(stepper.update(state, batch))
-            return float(report.sums.loss / report.sums.weight)
+            return task.metrics(report.sums)["loss"]
 
         return step
 
@@ -65,14 +66,25 @@ def main() -> None:
     worker.run(loss, train, generate, ["jax", "flax", "flaxen"])
 
 
-class Constant:
-    """As much of a `flaxen.tasks.task.Task` as a `Stepper` uses: the caller has the batch, and there is no dropout."""
+class OneBatch:
+    """A `flaxen.tasks.task.Task` of one batch. Its loss passes no key on, so there is no dropout."""
 
-    examples = 8
+    tokens, flops = 0, 0.0  # for the display of speed, which there is not
 
-    @staticmethod
-    def loss(model: Any, batch: dict[str, Any], key: Any) -> Any:
+    def __init__(self, source: Any, labels: Any) -> None:
+        self._batch, self.examples = {"input_ids": source, "labels": labels}, len(source)
+
+    def batch(self, step: int, size: int, rows: slice = slice(None)) -> dict[str, Any]:
+        return {name: array[rows] for name, array in self._batch.items()}
+
+    def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def loss(self, model: Any, batch: dict[str, Any], key: Any) -> Any:
         return model.loss(batch["input_ids"], batch["labels"])[1]
+
+    def metrics(self, sums: Any) -> dict[str, float]:
+        return {"loss": float(sums.loss / sums.weight)}
 
 
 def pieces(source: Any) -> int:

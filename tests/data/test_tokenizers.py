@@ -10,10 +10,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import pytest
 import sentencepiece
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flaxen.data.tokenizers import (
@@ -210,6 +211,53 @@ def test_a_batch_is_its_texts_one_by_one(pair: tuple[Tokenizer, Any], eos: bool,
     ours = pair[0]
     assert ours.encode_batch(NASTY, eos, specials) == [ours.encode(text, eos, specials) for text in NASTY]
     assert ours.encode_batch([]) == []
+
+
+def with_added(tokens: dict[int, Any]) -> dict[str, bytes]:
+    return {"tokenizer_config.json": json.dumps({"added_tokens_decoder": tokens}).encode()}
+
+
+SEP = {700: {"content": "<sep>", "lstrip": True, "rstrip": True}}
+END = {1: {"content": "<end>"}}  # ByT5's eos under a name that is not special
+
+
+@pytest.fixture(scope="session", params=["json", "spiece", "bytes", "mt5", "spiece and more", "bytes and more"])
+def any_tokenizer(
+    request: pytest.FixtureRequest, directories: dict[str, Path], multilingual: Path, spiece: bytes
+) -> Tokenizer:
+    """Each kind, and those with tokens that are cut out of ordinary text too."""
+    if request.param == "spiece and more":
+        return SentencePieceTokenizer({"spiece.model": spiece, **with_added(SEP)})
+    if request.param == "bytes and more":
+        return ByteTokenizer(with_added(SEP | END))
+    tokenizer = load_tokenizer({**directories, "mt5": multilingual}[request.param])
+    assert tokenizer is not None
+    return tokenizer
+
+
+BITS = st.sampled_from([*LITERALS, "<sep>", "<end>", "<se", "p>", "＜extra_id_1＞", " ", "😀", "the "])
+
+
+@examples
+@given(texts=st.lists(st.one_of(TEXTS, st.lists(BITS).map("".join)), max_size=6))
+@example(texts=[])
+@example(texts=["", ""])
+@example(texts=NASTY)
+@example(texts=LITERALS)
+@example(texts=["a <se", "p> b", "", "a<end>", "<end>", "<end> <sep> "])
+def test_arrays_are_the_batch(texts: list[str], any_tokenizer: Tokenizer) -> None:
+    rows = any_tokenizer.encode_batch(texts, eos=True, specials=False)
+    assert rows == [any_tokenizer.encode(text, eos=True, specials=False) for text in texts]
+    for dtype in (np.dtype(np.uint16), np.dtype(np.uint32)):
+        tokens, lengths = any_tokenizer.encode_arrays(texts, dtype)
+        assert (tokens.dtype, lengths.dtype) == (dtype, np.int64)
+        assert lengths.tolist() == [len(row) for row in rows]
+        assert tokens.tolist() == [id for row in rows for id in row]
+
+
+def test_arrays_keep_the_rule_of_no_second_eos() -> None:
+    tokens, lengths = ByteTokenizer(with_added(END)).encode_arrays(["a<end>", "a"], np.dtype(np.uint16))
+    assert (tokens.tolist(), lengths.tolist()) == ([100, 1, 100, 1], [2, 2])
 
 
 @examples

@@ -174,7 +174,7 @@ def test_schedules() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "inverse-sqrt"}, "set schedule.warmup"),
+        ({"name": "inverse-sqrt", "warmup": 0}, "must not be 0"),
         ({"warmup": -1}, "must not be negative"),
         ({"floor": 2.0}, "shares in 0 … 1"),
     ],

@@ -43,7 +43,7 @@ class Demo:
     def run(self, given: set[str]) -> None:
         from rich.console import Console
 
-        from flaxen import load
+        from flaxen.pretrained import load
 
         console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
         corpus, vocabulary, run = self.out / "corpus.txt", self.out / "vocabulary", self.out / "run"

@@ -1,5 +1,6 @@
 """flaxen eval denoise MODEL --data.validation …"""
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass, field
@@ -41,7 +42,10 @@ class EvalDenoise:
         if self.batch_size < 1:
             raise InputError(f"--batch-size must be positive, got {self.batch_size}")
         config, tokenizer, _ = start(Start(init=self.model, tokenizer=self.tokenizer, compute=self.compute))
-        task = Denoise(config, self.objective, tokenizer, *open_corpus(self.data, tokenizer), self.seed)
+        data = self.data
+        if data.validation and not data.dataset:  # then nothing else is read
+            data = dataclasses.replace(data, train=data.validation)
+        task = Denoise(config, self.objective, tokenizer, *open_corpus(data, tokenizer), self.seed)
         if not task.validation_examples:
             raise InputError(f"the validation text is shorter than one example of {task.lengths.raw} tokens; add text")
         model = load(self.model, compute=self.compute).model

@@ -10,6 +10,7 @@ import tyro
 from flaxen.cli import recipe
 from flaxen.cli.demo import Demo
 from flaxen.cli.evaluate import EvalDenoise
+from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
 from flaxen.cli.info import Info
 from flaxen.cli.preview import Preview
@@ -25,6 +26,7 @@ COMMANDS = {
     "train denoise": TrainDenoise,
     "eval denoise": EvalDenoise,
     "replay": Replay,
+    "export": Export,
     "generate": Generate,
     "info": Info,
 }

@@ -29,10 +29,10 @@ class Preview:
 
         config, tokenizer, _ = start(self.model)
         task = Denoise(config, self.objective, tokenizer, *open_corpus(self.data, tokenizer), self.seed)
-        console, n = Console(soft_wrap=True, highlight=False), task.lengths
+        console, n = Console(soft_wrap=True, highlight=False, emoji=False), task.lengths
         console.print(
             f"{task.examples:,} training and {task.validation_examples:,} validation examples of {n.raw} tokens; each "
-            f"has {n.spans} holes with {n.noise} tokens in all: {n.inputs} tokens in, {n.targets} out", markup=False
+            f"has {n.noise} tokens in {n.spans} hole(s): {n.inputs} tokens in, {n.targets} out", markup=False
         )  # fmt: skip
         console.print(
             f"tokenizer: {tokenizer.size:,} ids, sentinels {', '.join(map(str, tokenizer.sentinels[:3]))}, …; "

@@ -70,7 +70,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is typing.Annotated:
         return _typed(options[0], value, where)
-    if hint is Path:
+    if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -47,7 +47,7 @@ class Replay:
         else:
             state = stepper.start(built.initial())
         first = int(state.step)
-        console = Console(soft_wrap=True, highlight=False)
+        console = Console(soft_wrap=True, highlight=False, emoji=False)
         console.print(f"from {f'checkpoint {first}' if first else 'the start'}: {self.step - first} to make")
         for step in range(first, self.step - 1):
             state, _ = stepper.update(state, built.task.batch(step, size))

@@ -25,13 +25,16 @@ class Start:
     compute: Literal["float32", "bfloat16"] = "float32"
     """Of the products. Weights, optimizer state, norms, softmax and loss stay in float32."""
     dropout: float | None = None
-    """Default: the checkpoint's or preset's; T5 is pre-trained without (0)."""
+    """Default: the checkpoint's; a preset has 0.1. T5 1.1, mT5 and ByT5 were pre-trained with 0."""
     remat: bool = False
     """Keep only the layers' inputs for the backward pass: less memory, a fifth more time."""
 
     def __post_init__(self) -> None:
         if sum(one is not None for one in (self.init, self.preset, self.config)) != 1:
-            raise InputError("name one start of the model: model.init, model.preset or model.config")
+            raise InputError(
+                "name one start of the model: model.init, model.preset or model.config "
+                "(to leave out what a recipe names: --model.preset None)"
+            )
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise InputError(f"model.dropout must be at least 0 and below 1, got {self.dropout}")
 

@@ -1,6 +1,7 @@
 """flaxen train denoise --out RUN --model.preset … --data.train …"""
 
 import dataclasses
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,16 @@ class TrainDenoise(Settings):
             print(tomli_w.dumps(self.settings()), end="")
             return
         from flaxen.cli.build import build
+        from flaxen.train import tracking
         from flaxen.train.loop import train
         from flaxen.train.run import Run, check
-        from flaxen.train.tracking import trackers
 
         check(self.out, self.settings())  # before the work of reading the data
+        tracking.check(self.tracking)
         built = build(self)
-        run = Run(self.out, self.settings(), built.facts)
-        tracked = trackers(self.tracking, self.out, self.settings(), resumed=run.checkpoints.exists())
-        train(run, built.stepper, built.abstract, built.initial, tracked, built.export, self.quiet)
+        # Weights that cannot be read must not leave a new directory behind; a run that goes on may not need them.
+        model = None if (self.out / "config.toml").exists() else built.initial()
+        with closing(Run(self.out, self.settings(), built.facts)) as run:
+            initial = built.initial if model is None else lambda: model
+            tracked = tracking.trackers(self.tracking, self.out, self.settings())
+            train(run, built.stepper, built.abstract, initial, tracked, built.export, self.quiet)

@@ -96,7 +96,8 @@ class Vocab:
             ids = tokenizer.encode(example, eos=False, specials=False)
             print(f"example   {' '.join(map(tokenizer.token, ids))}")
         data = ["--data.dataset", self.data.dataset] if self.data.dataset else ["--data.train", *self.data.train]
-        print(f"next      flaxen train denoise --model.tokenizer {shlex.join([str(self.out), *data])}")
+        flags = shlex.join(["--model.preset", "t5-v1_1-mini", "--model.tokenizer", str(self.out), *data])
+        print(f"next      flaxen train denoise --out run {flags}")
 
 
 def _check_free(out: Path) -> None:

@@ -14,14 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flaxen.data.corpus import Corpus, Source
-from flaxen.data.tokenizers import Tokenizer
+from flaxen.data.tokenizers import Arrays, Tokenizer
 from flaxen.errors import InputError
 
 FORMAT = 1
@@ -31,7 +30,6 @@ FAULT = 1 << 21  # Linux may map this much of a file, a huge page, for one byte 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600.0
 PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(?P<pid>\d+)\.(?P<host>.*)\.partial")
-Encoded = tuple[np.ndarray, np.ndarray]  # tokens of a batch, and how many each document has
 
 
 class TokenStore:
@@ -210,13 +208,11 @@ def _write(directory: Path, texts: Iterator[str], tokenizer: Tokenizer, count: C
     return {"format": FORMAT, "dtype": dtype.name, **counts, "digest": digest.hexdigest()}
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Encoded]:
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Arrays]:
     """Tokens of batches, in order."""
     # No threads here: both tokenizer libraries use all cores within a batch, and what is left holds Python's lock.
     for batch in _batches(texts):
-        rows = tokenizer.encode_batch(batch, eos=True, specials=False)
-        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        yield np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
+        yield tokenizer.encode_arrays(batch, dtype)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -1,6 +1,9 @@
 """Checkpoints of a run: written beside the training by orbax, complete or not there at all."""
 
 import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,26 +14,29 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 from flaxen.errors import InputError
 from flaxen.tree import leaves, map_leaves
 
-HIGHER_IS_BETTER = ("accuracy",)
 T = TypeVar("T")
 
 
-def rank(metric: str, value: float) -> float:
-    """More is better."""
-    return value if metric in HIGHER_IS_BETTER else -value
+class Kept(policy.PreservationPolicy):
+    """The newest, and the best. Which one is the best is known to the loop: orbax forgets metrics between processes."""
+
+    def __init__(self, newest: int):
+        self.newest, self.best = newest, -1
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        old = len(checkpoints) - self.newest
+        return [i >= old or one.step == self.best for i, one in enumerate(checkpoints)]
 
 
 class Checkpoints:
     """The numbered checkpoints of a directory. Each holds the state and, as JSON, what the loop remembers."""
 
-    def __init__(self, directory: Path, keep: int = 1, best: str | None = None, read_only: bool = False):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells every file it writes
-        kept: list[Any] = [policy.LatestN(keep)]
-        if best is not None:
-            one = lambda metrics: rank(best, metrics[best])  # noqa: E731
-            kept.append(policy.BestN(get_metric_fn=one, n=1, keep_checkpoints_without_metrics=False))
+    def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
+        # orbax tells every file it writes, and every error several times before it raises it.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._kept = Kept(keep)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy.AnyPreservationPolicy(kept),
+            preservation_policy=self._kept,
             cleanup_tmp_directories=not read_only,  # what a kill in the middle of a save has left
             read_only=read_only,
         )
@@ -41,10 +47,12 @@ class Checkpoints:
     def steps(self) -> list[int]:
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: Any, memory: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        """Returns when the numbers are copied; the writing goes on beside the next steps."""
+    def save(self, step: int, state: Any, memory: dict[str, Any], best: int | None = None) -> None:
+        """Returns when the numbers are copied; the writing goes on beside the next steps. Step `best` is kept."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(leaves(state)), memory=ocp.args.JsonSave(memory))
-        self._manager.save(step, args=items, metrics=metrics, force=True)
+        with self._writing():
+            self._kept.best = -1 if best is None else best
+            self._manager.save(step, args=items, force=True)
 
     def restore(self, step: int, like: T) -> tuple[T, dict[str, Any]]:
         """The state and the memory of a step. `like` is a state, abstract or not, of the model that is asked for."""
@@ -73,8 +81,24 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until what was saved is on the disk. An error of the writing is raised here."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        with self._writing():
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
 
     def close(self) -> None:
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk leaves the earlier checkpoints, and nothing of the one that was being written."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # tensorstore's errors are ValueErrors
+            directory = Path(self._manager.directory)
+            for path in directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
+            raise InputError(
+                f"a checkpoint cannot be written to {directory}: {error}\nCheckpoints there: "
+                f"{', '.join(map(str, self.steps)) or 'none'}. Is the disk full? With room, the same command goes on"
+            ) from error

@@ -11,7 +11,7 @@ class Display:
     """Writes to standard error. Lines are kept; the bar is not."""
 
     def __init__(self, steps: int, start: int, quiet: bool = False):
-        self._console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=quiet)
+        self._console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=quiet)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from flaxen.data.loader import ahead
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
 from flaxen.tasks.task import Task
-from flaxen.train.checkpoint import Checkpoints, rank
+from flaxen.train.checkpoint import Checkpoints
 from flaxen.train.display import Display, numbers, seconds
 from flaxen.train.run import Run
 from flaxen.train.speed import peak
 from flaxen.train.step import Report, Stepper
 from flaxen.train.tracking import Tracker
 
+HIGHER_IS_BETTER = ("accuracy",)
 Export = Callable[[Any, Path], None]  # writes a model to a directory
 
 
@@ -40,12 +41,13 @@ def train(
     `abstract` is the shape of the model: with a checkpoint there are no initial weights to make.
     """
     task, training, steps = stepper.task, stepper.training, stepper.steps
-    checkpoints = Checkpoints(run.checkpoints, training.keep, training.keep_best)
+    checkpoints = Checkpoints(run.checkpoints, training.keep)
     if checkpoints.steps:
         state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.start, abstract))
         memory = Memory(**remembered)
     else:
         state, memory = stepper.start(initial()), Memory()
+    memory.compare_by(training.keep_best)
     done = int(state.step)
     run.forget_after(done)
 
@@ -58,11 +60,14 @@ def train(
         return jax.device_put(task.batch(step, training.batch_size))
 
     with (
+        ExitStack() as ending,
         closing(checkpoints),
         _signals() as received,
         Display(steps, done, quiet) as display,
         closing(ahead(make, range(done, steps))) as batches,  # type: ignore[type-var]
     ):
+        for tracker in trackers:
+            ending.callback(tracker.close)
         speed = Speed(task, training.batch_size, peak() if steps > done else None)
         if done:
             display.line(f"going on from step {done:,} of {steps:,}")
@@ -72,7 +77,7 @@ def train(
             state, report = stepper.update(state, batch)
             if step == done + 1:  # compiled by now
                 jax.block_until_ready(report)
-                speed.start(0)
+                speed.start(1)
             # The report of the step before: reading it now leaves the device something to do meanwhile.
             if pending is not None:
                 memory.absorb(pending, step - 1, run.directory)
@@ -97,12 +102,13 @@ def train(
                 limits = (training.eval_rows, training.eval_examples)
                 memory.evaluation = evaluate(task, stepper.score, state.model, *limits)
                 if memory.evaluation:
+                    if not math.isfinite(memory.evaluation["loss"]):
+                        raise Diverged(f"the validation loss is {memory.evaluation['loss']}", step, run.directory)
                     display.line(f"step {step:,}  validation: {numbers(memory.evaluation)}")
                     write("eval", step, memory.evaluation)
-                memory.note_best(training.keep_best, step)
-            best_now = training.keep_best is not None and memory.best_step == step
-            if due(training.save_every) or stopping or best_now:
-                checkpoints.save(step, state, memory.saved(), memory.evaluation if due(training.eval_every) else None)
+                memory.note_best(step)
+            if due(training.save_every) or stopping or memory.best_step == step:
+                checkpoints.save(step, state, memory.saved(), memory.best_step)
             if stopping:
                 checkpoints.wait()
                 display.line(
@@ -122,8 +128,6 @@ def train(
             display.line(
                 f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.directory / 'model'}"
             )
-    for tracker in trackers:
-        tracker.close()
     return memory.evaluation or {}
 
 
@@ -145,22 +149,24 @@ class Memory:
         self,
         sums: list[float] | None = None,
         evaluation: dict[str, float] | None = None,
+        best_metric: str | None = None,
         best_step: int | None = None,
         best_value: float | None = None,
     ):
         self.sums = np.array(sums or [0.0] * len(Sums._fields))  # since the last record
-        self.evaluation, self.best_step, self.best_value = evaluation, best_step, best_value
+        self.evaluation = evaluation
+        self.best_metric, self.best_step, self.best_value = best_metric, best_step, best_value
         self.loss = math.nan  # of the last step
 
     def saved(self) -> dict[str, Any]:
-        names = ("evaluation", "best_step", "best_value")
+        names = ("evaluation", "best_metric", "best_step", "best_value")
         return {"sums": self.sums.tolist()} | {name: getattr(self, name) for name in names}
 
     def absorb(self, report: Report, step: int, directory: Path) -> None:
         sums, norm = np.asarray(report.sums, np.float64), float(report.norm)
         self.loss = float(sums[0] / max(sums[-1], 1.0))
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
-            raise Diverged(self.loss, norm, step, directory)
+            raise Diverged(f"the loss is {self.loss} and the gradient's norm {norm}", step, directory)
         self.sums = self.sums + sums
 
     def window(self, task: Task) -> dict[str, float]:
@@ -168,23 +174,26 @@ class Memory:
         self.sums = np.zeros_like(self.sums)
         return values
 
-    def note_best(self, metric: str | None, step: int) -> None:
-        if metric is None or not self.evaluation:
+    def compare_by(self, metric: str | None) -> None:
+        """What was best by another metric is forgotten."""
+        if metric != self.best_metric:
+            self.best_metric, self.best_step, self.best_value = metric, None, None
+
+    def note_best(self, step: int) -> None:
+        if self.best_metric is None or not self.evaluation:
             return
-        if metric not in self.evaluation:
-            raise InputError(f"training.keep_best={metric!r} is not measured; there are {', '.join(self.evaluation)}")
-        value = self.evaluation[metric]
-        if self.best_value is None or rank(metric, value) > rank(metric, self.best_value):
+        value, sign = self.evaluation[self.best_metric], 1 if self.best_metric in HIGHER_IS_BETTER else -1
+        if self.best_value is None or sign * value > sign * self.best_value:
             self.best_step, self.best_value = step, value
 
 
 class Diverged(InputError):
     """Numbers that are not finite. Nothing of them is saved."""
 
-    def __init__(self, loss: float, norm: float, step: int, directory: Path):
+    def __init__(self, what: str, step: int, directory: Path):
         super().__init__(
-            f"step {step}: the loss is {loss} and the gradient's norm {norm}; training stops, and nothing of this step "
-            f"is saved.\nLook at the batch and the update: flaxen replay {directory} --step {step}\n"
+            f"step {step}: {what}; training stops, and nothing of this step is saved.\n"
+            f"Look at the batch and the update: flaxen replay {directory} --step {step}\n"
             "Usual remedies: a lower learning rate, a longer warmup, clipping, --objective.z-loss 1e-4, float32 compute"
         )
 
@@ -202,9 +211,12 @@ class Speed:
     def stop(self, step: int) -> None:
         took = time.monotonic() - self._clock
         self.total += took
-        self._rate = (step - self._steps) / took
+        if step > self._steps:  # not if there was only the step that compiles
+            self._rate = (step - self._steps) / took
 
     def values(self) -> dict[str, float]:
+        if math.isnan(self._rate):
+            return {}
         values = {"tokens_per_second": self._rate * self._tokens}
         return values | ({"mfu": self._rate * self._flops / self._peak} if self._peak else {})
 

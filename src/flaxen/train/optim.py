@@ -22,7 +22,8 @@ RULE = (("embedding.*", "adam"), ("head.*", "adam"), ("*norm.weight", "adam"), (
 
 def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Array], Array]:
     """The rate of update number `step`, counted from 0. It is never 0: the first and the last update count too."""
-    warmup, floor = schedule.warmup, schedule.floor
+    warmup = steps // 50 if schedule.warmup is None else schedule.warmup
+    floor = schedule.floor
     if warmup >= steps:
         raise InputError(f"schedule.warmup={warmup} must be less than the {steps} steps of the run")
 

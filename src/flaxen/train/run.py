@@ -32,6 +32,7 @@ CONTENTS = (
     "events.*",
     ".*.partial",
 )
+BEGUN = ("run.json", "lock", ".*.partial")
 # What may change when a run goes on, because no number of the training depends on it. Data is known by its digest.
 FREE = ("out", "data.*", "tracking.*", "training.log_every", "training.eval_*", "training.save_every", "training.keep*")
 PACKAGES = ("flaxen", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -45,11 +46,20 @@ class Run:
         check(directory, config)
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self._lock = directory, _lock(directory)
-        if (directory / "config.toml").exists():
-            check_facts(directory, facts)
-        else:
-            _write(directory / "run.json", json.dumps(_circumstances() | {"resolved": facts}, indent=2) + "\n")
+        try:
+            if (directory / "config.toml").exists():
+                check_facts(directory, facts)
+            else:
+                _write(directory / "run.json", json.dumps(_circumstances() | {"resolved": facts}, indent=2) + "\n")
+            # Also when the run goes on: what may change has changed, such as where the data lies.
             _write(directory / "config.toml", tomli_w.dumps(config))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self._lock.close()
 
     @property
     def checkpoints(self) -> Path:
@@ -78,11 +88,12 @@ def check(directory: Path, config: dict[str, Any]) -> None:
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; --out must be a directory for the run")
     here = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    strange = [name for name in here if not any(fnmatchcase(name, known) for known in CONTENTS)]
-    if strange or ("model" in here and "config.toml" not in here):
+    # Without config.toml, only what a kill at the very start leaves: checkpoints would be those of who knows which run.
+    known = CONTENTS if "config.toml" in here else BEGUN
+    strange = [name for name in here if not any(fnmatchcase(name, one) for one in known)]
+    if strange:
         raise InputError(
-            f"{directory} holds something else than a run of Flaxen ({', '.join((strange or here)[:5])}); "
-            "choose another --out"
+            f"{directory} holds something else than a run of Flaxen ({', '.join(strange[:5])}); choose another --out"
         )
     if "config.toml" in here:
         before, now = flat(read_config(directory)), flat(config)
@@ -127,11 +138,12 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _lock(directory: Path) -> TextIO:
-    """Held until the process ends, however it ends."""
+    """Held until it is closed or the process ends, however it ends."""
     file = (directory / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.close()
         raise InputError(f"another process is training in {directory}; wait for it, or choose another --out") from None
     return file
 

@@ -25,20 +25,22 @@ class Schedule:
     name: Literal["linear", "cosine", "inverse-sqrt", "constant", "warmup-stable-decay"] = "cosine"
     """After the warmup: straight or cosine to the floor; peak · sqrt(warmup / step); flat; or flat and, in the last
     `decay` of the run, straight to the floor."""
-    warmup: int = 0
-    """Steps from nothing to the peak."""
+    warmup: int | None = None
+    """Steps from nothing to the peak. Default: a fiftieth of the run."""
     floor: float = 0.0
     """Share of the peak that is left at the end (linear, cosine, warmup-stable-decay)."""
     decay: float = 0.1
     """Share of the run in which warmup-stable-decay decays."""
 
     def __post_init__(self) -> None:
-        if self.warmup < 0:
+        if self.warmup is not None and self.warmup < 0:
             raise InputError(f"schedule.warmup must not be negative, got {self.warmup}")
         if not 0 <= self.floor <= 1 or not 0 < self.decay <= 1:
             raise InputError(f"schedule.floor and decay are shares in 0 … 1, got {self.floor} and {self.decay}")
-        if self.name == "inverse-sqrt" and not self.warmup:
-            raise InputError("schedule.name inverse-sqrt falls from the end of the warmup; set schedule.warmup")
+        if self.name == "inverse-sqrt" and self.warmup == 0:
+            raise InputError(
+                "schedule.name inverse-sqrt falls from the end of the warmup; schedule.warmup must not be 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,16 @@ class Training:
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise InputError("give the length of the run either as training.steps or as training.epochs, not both")
-        for name in ("steps", "epochs", "batch_size", "accumulate", "log_every", "keep", "eval_batch_size"):
+        for name in (
+            "steps",
+            "epochs",
+            "batch_size",
+            "accumulate",
+            "log_every",
+            "keep",
+            "eval_batch_size",
+            "eval_examples",
+        ):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise InputError(f"training.{name} must be positive, got {value}")
         for name in ("eval_every", "save_every", "seed"):

@@ -13,13 +13,12 @@ PEAKS = {
 
 
 def peak() -> float | None:
-    """FLOP/s of all devices together: from the table; on a CPU measured, in a fraction of a second; else unknown."""
-    devices = jax.devices()
-    if devices[0].platform == "cpu":
+    """FLOP/s of the device that trains: from the table; on a CPU measured, in a fraction of a second; else unknown."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
         return _measured()
-    kind = devices[0].device_kind
-    known = [tflops for name, tflops in PEAKS.items() if kind.startswith(name)]
-    return known[0] * 1e12 * len(devices) if known else None
+    known = [tflops for name, tflops in PEAKS.items() if device.device_kind.startswith(name)]
+    return known[0] * 1e12 if known else None
 
 
 def _measured(n: int = 1024, repeats: int = 4) -> float:

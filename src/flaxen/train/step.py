@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from flaxen.errors import InputError, nearest
 from flaxen.nn.loss import Sums
 from flaxen.tasks.task import Task
 from flaxen.train import optim
@@ -35,6 +36,10 @@ class Stepper:
     """Compiles what the loop calls: `start`, `update`, `score`."""
 
     def __init__(self, task: Task, optimizer: Optimizer, schedule: Schedule, training: Training):
+        measured, best = task.metrics(Sums(*[1.0] * len(Sums._fields))), training.keep_best
+        if best is not None and best not in measured:
+            there = f"there are {', '.join(measured)}{nearest(best, measured)}"
+            raise InputError(f"training.keep_best={best!r} is not measured; {there}")
         self.steps = training.length(task.examples)
         self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
         self.task, self.training = task, training

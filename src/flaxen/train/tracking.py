@@ -7,6 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 from flaxen.errors import InputError
 from flaxen.train.settings import Tracking
 
+# What a setting needs: a module, and how to install it.
+PACKAGES = {
+    "tensorboard": ("tensorboardX", "flaxen[tensorboard]"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+}
+
 
 @runtime_checkable
 class Tracker(Protocol):
@@ -14,15 +21,22 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def trackers(tracking: Tracking, directory: Path, config: dict[str, Any], resumed: bool) -> list[Tracker]:
+def check(tracking: Tracking) -> None:
+    """Refuse what is not installed, before anything is written."""
+    for name in PACKAGES:
+        if getattr(tracking, name):
+            _module(name)
+
+
+def trackers(tracking: Tracking, directory: Path, config: dict[str, Any]) -> list[Tracker]:
     name = tracking.name or directory.absolute().name
     made: list[Tracker] = [TensorBoard(directory)] if tracking.tensorboard else []
     if tracking.wandb is not None:
         options = {"id": name, "resume": "allow", "dir": str(directory.parent)}
         made.append(Service("wandb", tracking.wandb, name, config, options))
     if tracking.trackio is not None:
-        options = {"resume": "must" if resumed else "allow"}
-        made.append(Service("trackio", tracking.trackio, name, config, options))
+        # Not "must" for a run that goes on: the tracker may be new to it.
+        made.append(Service("trackio", tracking.trackio, name, config, {"resume": "allow"}))
     return made
 
 
@@ -30,7 +44,7 @@ class TensorBoard:
     """Event files, without TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
-        self._writer = _module("tensorboardX", "flaxen[tensorboard]").SummaryWriter(str(directory))
+        self._writer = _module("tensorboard").SummaryWriter(str(directory))
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -45,7 +59,7 @@ class Service:
     """wandb or trackio, which share their calls."""
 
     def __init__(self, module: str, project: str, name: str, config: dict[str, Any], options: dict[str, Any]) -> None:
-        self._service = _module(module, module)
+        self._service = _module(module)
         self._service.init(project=project, name=name, config=config, **options)
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -55,8 +69,9 @@ class Service:
         self._service.finish()
 
 
-def _module(name: str, package: str) -> Any:
+def _module(name: str) -> Any:
+    module, package = PACKAGES[name]
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module)
     except ImportError:
-        raise InputError(f"{name} is not installed: pip install '{package}', or leave its flag out") from None
+        raise InputError(f"{module} is not installed: pip install '{package}', or leave its flag out") from None

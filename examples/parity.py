@@ -1,4 +1,4 @@
-"""`make demo`: T5 models of four families made here, saved, loaded by Flaxen and by transformers, and compared."""
+"""`make parity`: T5 models of four families made here, saved, loaded by Flaxen and by transformers, and compared."""
 
 import os
 import tempfile

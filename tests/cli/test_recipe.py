@@ -1,0 +1,121 @@
+"""Settings are the same as a dataclass and as TOML, and what is wrong in a recipe is named."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+import tyro
+
+from flaxen.cli import recipe
+from flaxen.cli.settings import Settings, Start
+from flaxen.cli.train import TrainDenoise
+from flaxen.data.corpus import Corpus
+from flaxen.errors import InputError
+from flaxen.tasks.objective import Objective
+from flaxen.train.settings import Optimizer, Schedule, Tracking, Training
+
+# Nothing at its default, so that a field that is lost shows.
+EVERYTHING = Settings(
+    out=Path("runs") / "a run",
+    model=Start(init="some/model", tokenizer="bytes", compute="bfloat16", dropout=0.25, remat=True),
+    data=Corpus(
+        train=("a.txt", "b *.jsonl"),
+        validation=("c.txt",),
+        validation_percent=2.5,
+        dataset="set",
+        dataset_config="en",
+        split="half",
+        streaming=True,
+        column="body",
+        unit="paragraph",
+        invalid="replace",
+        cache=Path("/tmp/tokens"),
+    ),
+    objective=Objective(input_length=96, density=0.3, mean_span=4.5, z_loss=1e-4),
+    optimizer=Optimizer("muon", 3e-4, weight_decay=0.1, b1=0.8, b2=0.95, eps=1e-6, momentum=0.9, clip=0.5),
+    schedule=Schedule("warmup-stable-decay", warmup=7, floor=0.1, decay=0.3),
+    training=Training(
+        epochs=2.5,
+        batch_size=12,
+        accumulate=3,
+        seed=5,
+        log_every=2,
+        eval_every=9,
+        eval_batch_size=6,
+        eval_examples=40,
+        save_every=11,
+        keep=4,
+        keep_best="accuracy",
+    ),
+    tracking=Tracking(tensorboard=True, wandb="w", trackio="t", name="n"),
+)
+LEAST = Settings(out=Path("run"), model=Start(preset="t5-small"))
+
+
+@pytest.mark.parametrize("settings", [EVERYTHING, LEAST], ids=["everything", "defaults"])
+def test_settings_survive_toml(settings: Settings) -> None:
+    read = tomllib.loads(tomli_w.dumps(recipe.to_dict(settings)))
+    assert recipe.from_dict(Settings, read, "here") == settings
+
+
+def test_nothing_of_everything_is_a_default() -> None:
+    """Else the test above would not see it vanish. What excludes each other cannot all be set."""
+    same = []
+    for part in ("data", "objective", "optimizer", "schedule", "training", "tracking"):
+        ours = getattr(EVERYTHING, part)
+        same += [f.name for f in dataclasses.fields(ours) if getattr(ours, f.name) == getattr(type(ours)(), f.name)]
+    assert same == ["validation_split", "steps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Command(TrainDenoise):
+    """The command without the tests' type checker, which knows nothing of tyro.MISSING."""
+
+
+def test_a_recipe_is_the_default_of_the_flags(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npreset = "t5-small"\n[data]\ntrain = "one.txt"\n[optimizer]\nlearning_rate = 1\n')
+    read = recipe.read(Command, path)
+    assert read.out is tyro.MISSING
+    assert read.data.train == ("one.txt",)  # one file need not be a list
+    assert isinstance(read.optimizer.learning_rate, float)  # an integer is a float
+    flags = ["--out", "run", "--optimizer.learning-rate", "2.5"]
+    chosen = tyro.cli(Command, args=flags, default=read)
+    assert (chosen.out, chosen.optimizer.learning_rate) == (Path("run"), 2.5)
+    assert chosen.model == Start(preset="t5-small")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trainig]\nsteps = 5", r"no setting 'trainig'; did you mean 'training'\?; there are out, model, "),
+        ("[training]\nstep = 5", r"r\.toml, \[training\]: no setting 'step'; did you mean 'steps'\?"),
+        ("[training]\nsteps = 5.5", r"\[training\]: steps must be int, got 5\.5"),
+        ("[training]\nsteps = true", "steps must be int, got True"),
+        ("[training]\nkeep_best = 3", "keep_best must be str, got 3"),
+        ("[model]\nremat = 1", "remat must be bool, got 1"),
+        ("[objective]\ndensity = true", "density must be float, got True"),
+        ('[objective]\ndensity = "much"', "density must be float, got 'much'"),
+        ("[data]\ntrain = [3]", "train must be str, got 3"),
+        ("[data]\ncache = 3", "cache must be Path, got 3"),
+        ("training = 5", "training must be a table, got 5"),
+        ('[schedule]\nname = "cosin"', r"name must be one of linear, .*, got 'cosin'; did you mean 'cosine'\?"),
+        ("[training]\nbatch_size = 3\naccumulate = 2", "training.accumulate must divide it"),
+        ("[training\n", r"r\.toml is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        recipe.read(TrainDenoise, path)
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no recipe .*none\.toml; recipes are TOML files"):
+        recipe.read(TrainDenoise, tmp_path / "none.toml")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="binary is not valid TOML"):
+        recipe.read(TrainDenoise, tmp_path / "binary")

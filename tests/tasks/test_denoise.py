@@ -1,0 +1,205 @@
+"""A batch is a function of its number; an evaluation covers each example once; nothing of the text is lost."""
+
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxen.data.corpus import Corpus
+from flaxen.data.span_corruption import restore
+from flaxen.data.store import Tokens, open_corpus
+from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from flaxen.data.vocabulary import train_bpe
+from flaxen.errors import InputError
+from flaxen.models.t5 import T5, Config
+from flaxen.nn.loss import Sums
+from flaxen.nn.param import initialise
+from flaxen.tasks.denoise import Denoise
+from flaxen.tasks.objective import Objective
+from flaxen.tasks.task import Batch
+from flaxen.train.loop import evaluate
+from flaxen.train.step import scorer
+
+TINY = Config(vocab_size=384, d_model=16, d_head=8, d_ff=24, n_layers=1, n_decoder_layers=1, n_heads=2)
+OBJECTIVE = Objective(input_length=32, mean_span=3.0)
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("denoise") / "text.txt"
+    path.write_text("\n".join(topics[name] for name in sorted(topics))[:24_000], encoding="ascii", errors="ignore")
+    return path
+
+
+def corpus(text: Path, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
+    return open_corpus(Corpus((str(text),), validation_percent=10.0, cache=text.parent / "cache"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def task(text: Path) -> Denoise:
+    return Denoise(TINY, OBJECTIVE, BYTES, *corpus(text, BYTES), 7)
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    assert one.keys() == other.keys() == {"input_ids", "labels"}
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name])
+
+
+def raw(task: Denoise, batch: Batch) -> list[str]:
+    """The texts that the rows were made of."""
+    sides = zip(batch["input_ids"], batch["labels"])
+    return [BYTES.decode(restore(*both, BYTES.sentinels, BYTES.eos_id).tolist()) for both in sides]
+
+
+def test_a_batch_is_a_function_of_its_number(task: Denoise, text: Path) -> None:
+    again = Denoise(TINY, OBJECTIVE, ByteTokenizer(), *corpus(text, BYTES), 7)
+    for step in (0, 1, 5000):
+        batch = task.batch(step, 12)
+        assert batch["input_ids"].shape == (12, task.lengths.inputs)
+        assert batch["labels"].shape == (12, task.lengths.targets)
+        assert_same(batch, task.batch(step, 12))
+        assert_same(batch, again.batch(step, 12))
+        for rows in (slice(0, 5), slice(5, 12), slice(3, 4), slice(12, 12)):
+            assert_same(task.batch(step, 12, rows), {name: array[rows] for name, array in batch.items()})
+    other = Denoise(TINY, OBJECTIVE, BYTES, *corpus(text, BYTES), 8)
+    assert raw(task, task.batch(0, 12)) != raw(other, other.batch(0, 12))
+
+
+def test_an_epoch_has_each_example_once(task: Denoise) -> None:
+    size = 16
+    steps = -(-task.examples // size)
+    batches = [task.batch(step, size) for step in range(steps)]
+    rows = [row for batch in batches for row in raw(task, batch)][: task.examples]
+    text = task._train.rows(np.arange(task.examples) * task.lengths.raw, task.lengths.raw)
+    assert sorted(rows) == sorted(BYTES.decode(row.tolist()) for row in text)
+
+
+def test_noise_differs_by_step_and_from_evaluation(text: Path) -> None:
+    """Of one and the same text: five validation examples, trained on as well."""
+    _, held = corpus(text, BYTES)
+    lengths = Denoise(TINY, OBJECTIVE, BYTES, held, held, 7).lengths
+    few = Tokens(held.store, held.first, held.first + 5 * lengths.raw)
+    task = Denoise(TINY, OBJECTIVE, BYTES, few, few, 7)
+    assert (task.examples, task.validation_examples) == (5, 5)
+
+    def by_text(batch: Batch) -> dict[str, bytes]:
+        return dict(zip(raw(task, batch), (row.tobytes() for row in batch["input_ids"])))
+
+    (evaluation,) = task.evaluation(5)
+    seen = [by_text(evaluation), *(by_text(task.batch(step, 5)) for step in range(4))]
+    assert all(one.keys() == seen[0].keys() for one in seen)
+    for name in seen[0]:
+        assert len({one[name] for one in seen}) == len(seen)
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+def test_an_evaluation_has_each_example_once(limit: int | None, task: Denoise) -> None:
+    """With the same holes in any batch size, at any time; the last batch is filled up with rows without labels."""
+    assert task.validation_examples > 10
+    n = limit or task.validation_examples
+    expected = task._validation.rows(np.arange(n) * task.lengths.raw, task.lengths.raw)
+    whole: Batch = {}
+    for size in (1, 3, 64, 3):
+        batches = list(task.evaluation(size, limit))
+        assert len(batches) == -(-n // size)
+        assert {len(batch["labels"]) for batch in batches} == {size}
+        joined = {name: np.concatenate([batch[name] for batch in batches]) for name in ("input_ids", "labels")}
+        assert (joined["labels"][n:] == -1).all()
+        assert (joined["labels"][:n] >= 0).all()
+        joined = {name: array[:n] for name, array in joined.items()}
+        assert_same(joined, whole or joined)
+        whole = joined
+    assert raw(task, whole) == [BYTES.decode(row.tolist()) for row in expected]
+
+
+def test_a_mean_over_validation_does_not_depend_on_the_batch_size(task: Denoise) -> None:
+    """1e-6: only the order of additions differs."""
+    model, score = initialise(T5(TINY), 0), scorer(task)
+    found = [evaluate(task, score, model, size) for size in (1, 3, 64)]
+    for values in found[1:]:
+        assert values == pytest.approx(found[0], rel=1e-6)
+    batch = jax.tree.map(jnp.asarray, next(task.evaluation(task.validation_examples)))
+    loss, _ = jax.jit(lambda model, batch: model.loss(batch["input_ids"], batch["labels"]))(model, batch)
+    assert found[0]["loss"] == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_metrics(task: Denoise, text: Path, tmp_path: Path) -> None:
+    sums = Sums(*map(np.float64, (30.0, 5.0, 20.0)))
+    assert task.metrics(sums) == {
+        "loss": 1.5, "perplexity": math.exp(1.5), "accuracy": 0.25, "bits_per_byte": 1.5 / math.log(2)
+    }  # fmt: skip
+    assert task.metrics(Sums(*map(np.float64, (1e6, 0.0, 1.0))))["perplexity"] < math.inf
+    pieces = bpe(text, tmp_path)
+    assert "bits_per_byte" not in Denoise(TINY, OBJECTIVE, pieces, *corpus(text, pieces), 0).metrics(sums)
+
+
+def test_z_loss_is_trained_and_not_measured(task: Denoise, text: Path) -> None:
+    heavy = Denoise(TINY, Objective(32, mean_span=3.0, z_loss=0.1), BYTES, *corpus(text, BYTES), 7)
+    model, batch = initialise(T5(TINY), 0), jax.tree.map(jnp.asarray, task.batch(0, 2))
+    loss = lambda one, key: float(jax.jit(one.loss)(model, batch, key).loss)  # noqa: E731
+    assert loss(heavy, None) == loss(task, None)
+    assert loss(heavy, jax.random.key(0)) > loss(task, jax.random.key(0)) + 1
+
+
+def bpe(text: Path, directory: Path, sentinels: int = 20) -> Tokenizer:
+    for name, content in train_bpe([text.read_text()], 300 + sentinels, sentinels).items():
+        (directory / name).write_bytes(content)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def lenient(tokenizer: Any) -> Tokenizer:
+    """Decodes NumPy's integers, which `show` hands it and the tests' checker refuses as no `int`."""
+    decode = tokenizer.decode
+
+    def decoded(ids: Iterable[Any], skip_special: bool = True) -> str:
+        return decode([int(id) for id in ids], skip_special)
+
+    tokenizer.decode = decoded
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_an_example_as_text(kind: str, text: Path, tmp_path: Path) -> None:
+    """The original is a part of the corpus, and the two sides hold all of it between their numbered holes."""
+    tokenizer = lenient(ByteTokenizer() if kind == "bytes" else bpe(text, tmp_path))
+    task = Denoise(TINY, OBJECTIVE, tokenizer, *corpus(text, tokenizer), 3)
+    corpus_text = text.read_text().replace("\n", "")
+    assert task.lengths.spans > 1
+    for row in range(8):
+        original, reads, writes = task.show(task.batch(0, 8), row)
+        assert original in corpus_text
+        for side in (reads, writes):
+            assert re.findall(" ‹(.*?)› ", side) == [str(number) for number in range(task.lengths.spans)]
+        kept, holes = (re.split(" ‹.*?› ", side) for side in (reads, writes))
+        assert kept.pop() == holes.pop(0) == ""  # nothing after the last hole, nothing before the first
+        assert "".join(part for pair in zip(kept, holes) for part in pair) == original
+
+
+def test_spans_are_longer_in_bytes(text: Path, tmp_path: Path) -> None:
+    usual, pieces = Objective(512), bpe(text, tmp_path, sentinels=100)
+    assert Denoise(TINY, usual, BYTES, *corpus(text, BYTES), 0).lengths.spans == round(568 * 0.15 / 20)
+    assert Denoise(TINY, usual, pieces, *corpus(text, pieces), 0).lengths == (568, 85, 28, 512, 114)
+
+
+def test_what_cannot_be_trained_on(text: Path, tmp_path: Path) -> None:
+    train, validation = corpus(text, BYTES)
+    short = Tokens(train.store, 0, 10)
+    with pytest.raises(InputError, match="training text has 10 tokens, fewer than the 34 of one example"):
+        Denoise(TINY, OBJECTIVE, BYTES, short, validation, 0)
+    assert Denoise(TINY, OBJECTIVE, BYTES, train, short, 0).validation_examples == 0
+    with pytest.raises(InputError, match="have 127 holes and the tokenizer only 100 sentinels"):
+        Denoise(TINY, Objective(256, density=0.5, mean_span=1.0), BYTES, train, validation, 0)
+    bare = bpe(text, tmp_path, sentinels=0)
+    with pytest.raises(InputError, match="the tokenizer has no sentinels"):
+        Denoise(TINY, OBJECTIVE, bare, train, validation, 0)

@@ -1,0 +1,96 @@
+"""Metrics arrive where they were sent."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flaxen.errors import InputError
+from flaxen.train.settings import Tracking
+from flaxen.train.tracking import check, trackers
+
+CONFIG = {"training": {"steps": 3}}
+
+
+def events(directory: Path) -> list[tuple[int, str, float]]:
+    """The scalars of the event files: records of (length, its checksum, data, its checksum)."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(directory.glob("events.*")):
+        rest = path.read_bytes()
+        while rest:
+            length = int.from_bytes(rest[:8], "little")
+            event = Event.FromString(rest[12 : 12 + length])
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            rest = rest[12 + length + 4 :]
+    return found
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    sent = [(step, {"train/loss": 1 / step, "eval/accuracy": 0.5}) for step in (2, 4, 6)]
+    (tracker,) = trackers(Tracking(tensorboard=True), tmp_path, CONFIG)
+    for step, values in sent:
+        tracker.log(values, step)
+    tracker.close()
+    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["events"]  # what a run directory may hold
+    assert events(tmp_path) == [
+        (step, tag, np.float32(value)) for step, values in sent for tag, value in values.items()
+    ]
+
+
+@pytest.mark.parametrize("service", ["wandb", "trackio"])
+def test_services(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any, dict[str, Any]]] = []
+    names = ("init", "log", "finish")
+    stub = SimpleNamespace(**{name: lambda *a, _name=name, **k: calls.append((_name, a, k)) for name in names})
+    monkeypatch.setitem(sys.modules, service, stub)  # type: ignore[arg-type]
+    tracking = Tracking(**{service: "a project"})
+    check(tracking)
+    (tracker,) = trackers(tracking, tmp_path / "run 7", CONFIG)
+    tracker.log({"train/loss": 2.0}, 5)
+    tracker.close()
+    assert [name for name, *_ in calls] == ["init", "log", "finish"]
+    begun = calls[0][2]
+    assert begun | {"project": "a project", "name": "run 7", "config": CONFIG, "resume": "allow"} == begun
+    if service == "wandb":  # which would make a new run of the same name, and write to the working directory
+        assert (begun["id"], begun["dir"]) == ("run 7", str(tmp_path))
+    assert calls[1:] == [("log", ({"train/loss": 2.0},), {"step": 5}), ("finish", (), {})]
+
+
+def test_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **k: begun.append(k)))  # type: ignore[arg-type]
+    trackers(Tracking(trackio="p", name="mine"), tmp_path, CONFIG)
+    assert begun[0]["name"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("tracking", "message"),
+    [
+        (Tracking(tensorboard=True), r"tensorboardX is not installed: pip install 'flaxen\[tensorboard\]'"),
+        (Tracking(wandb="p"), "wandb is not installed: pip install 'wandb', or leave its flag out"),
+        (Tracking(trackio="p"), "trackio is not installed: pip install 'trackio'"),
+    ],
+    ids=["tensorboard", "wandb", "trackio"],
+)
+def test_what_is_not_installed(
+    tracking: Tracking, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    for attempt in (lambda: check(tracking), lambda: trackers(tracking, tmp_path, CONFIG)):
+        with pytest.raises(InputError, match=message):
+            attempt()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_none_is_asked_for(tmp_path: Path) -> None:
+    check(Tracking())
+    assert trackers(Tracking(), tmp_path, CONFIG) == []
