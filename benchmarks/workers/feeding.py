@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import count, repeat
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from measure import emit, pin, timed
@@ -18,8 +19,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--vocabulary", type=Path)
     parser.add_argument("--scratch", type=Path, help="an empty directory")
-    parser.add_argument("--rounds", type=int, default=5, help="of both, one after the other")
-    parser.add_argument("--steps", type=int, default=30, help="in a round")
+    parser.add_argument("--rounds", type=int, default=18, help="of both, one after the other, in turns")
+    parser.add_argument("--steps", type=int, default=5, help="of each in a round")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--pin", type=int, nargs="+", metavar="CORE")
     flags = parser.parse_args()
@@ -46,13 +47,16 @@ def main() -> None:
     training = Training(steps=10**6, batch_size=8)
     train, validation = open_corpus(Corpus((str(flags.text),), cache=flags.scratch), tokenizer, progress=False)
     task = Denoise(config, Objective(input_length=32 if flags.tiny else 256), tokenizer, train, validation, seed=0)
-    stepper = Stepper(task, Optimizer("adamw", learning_rate=1e-4), Schedule("constant"), training)
+    stepper = Stepper(task, Optimizer("adamw", learning_rate=1e-4), Schedule("constant", warmup=0), training)
     state = stepper.start(initialise(T5(config), seed=0))
 
-    def make(step: int) -> dict[str, jax.Array]:
-        return jax.device_put(task.batch(step, training.batch_size))
+    waited, making = 0.0, []
 
-    waited = 0.0
+    def make(step: int) -> dict[str, jax.Array]:
+        started = time.thread_time()
+        batch = jax.device_put(task.batch(step, training.batch_size))
+        making.append(time.thread_time() - started)
+        return batch
 
     def steps(batches: Iterator[Any], n: int) -> None:
         """As the training loop does it: the report of a step is read when the next one is under way."""
@@ -72,11 +76,13 @@ def main() -> None:
         feeds: dict[str, Iterator[Any]] = {"constant": repeat(constant), "loader": fresh}
         for batches in feeds.values():
             steps(batches, 3)
-        for _ in range(flags.rounds):
-            for name, batches in feeds.items():
+        making.clear()
+        for number in range(flags.rounds):
+            for name, batches in sorted(feeds.items(), reverse=bool(number % 2)):
                 figures = timed(lambda batches=batches: steps(batches, flags.steps))
                 per_step = {clock: figures[clock] / flags.steps for clock in ("wall", "cpu")}
                 emit(feed=name, **per_step, waited=waited / flags.steps)
+        emit(making=median(making))
 
 
 if __name__ == "__main__":

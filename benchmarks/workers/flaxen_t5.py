@@ -44,7 +44,7 @@ def main() -> None:
         stepper = Stepper(
             task,
             Optimizer("adamw", learning_rate=LEARNING_RATE, clip=0.0),
-            Schedule("constant"),
+            Schedule("constant", warmup=0),
             Training(steps=1000, batch_size=len(source), accumulate=pieces(source)),
         )
         state, pretrained = stepper.start(pretrained.model), None  # nobody else keeps the first weights

@@ -35,7 +35,7 @@ def test_writes_and_reports(kind: Any, corpus: Corpus, tmp_path: Path, capsys: p
     assert "600, 20 of them sentinels" in printed.out
     assert "characters per token, 0." in printed.out
     assert printed.out.count("example ") == 3
-    assert f"flaxen train denoise --model.tokenizer {out} --data.train '{corpus.train[0]}'" in printed.out
+    assert f"--model.preset t5-v1_1-mini --model.tokenizer {out} --data.train '{corpus.train[0]}'" in printed.out
 
 
 def test_an_empty_directory_is_free(corpus: Corpus, tmp_path: Path) -> None:

@@ -89,6 +89,6 @@ def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
     files = Corpus(train=(str(tmp_path / "a.parquet"),)).train_source()
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for broken in (files, DatasetSplit("some/name")):
-        with pytest.raises(InputError, match=r"pip install 'flaxen\[datasets\]'"):
+    for extra, broken in {"parquet": files, "datasets": DatasetSplit("some/name")}.items():
+        with pytest.raises(InputError, match=rf"pip install 'flaxen\[{extra}\]'"):
             list(broken.texts())

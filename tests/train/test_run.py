@@ -138,6 +138,7 @@ def test_what_no_number_depends_on_may_change(run: Run) -> None:
     free = changed(training={"log_every": 1, "keep": 9, "keep_best": "loss", "eval_every": 3, "save_every": 4})
     free |= {"out": "elsewhere", "data": {"train": ["moved/a.txt"]}, "tracking": {"wandb": "project"}}
     Run(run.directory, free, FACTS).close()
+    assert read_config(run.directory) == free
 
 
 def test_other_data_and_another_model_are_named(run: Run) -> None:

@@ -90,4 +90,3 @@ def test_dropout_is_a_function_of_seed_and_step(byt5: Path, text: Path) -> None:
     # A score has no noise at all.
     expected = float(model.loss(batch["input_ids"], batch["labels"])[1].loss)
     np.testing.assert_allclose(float(steppers[0].score(model, batch).loss), expected, rtol=1e-6)
-

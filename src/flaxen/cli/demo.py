@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__"}
 CONFIG = {
-    "model_type": "t5", "d_model": 192, "d_kv": 32, "d_ff": 384, "num_layers": 3, "num_decoder_layers": 3,
-    "num_heads": 6, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
+    "model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 4, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ class Demo:
 
     out: Path = Path("flaxen-demo")
     """Directory for the corpus, the vocabulary and the run. Run again to see its results again."""
-    steps: int = 900
+    steps: int = 1200
     """Of training."""
 
     def run(self, given: set[str]) -> None:
@@ -69,10 +69,11 @@ class Demo:
             out=run,
             model=Start(config=config, tokenizer=str(vocabulary)),
             data=data,
-            objective=Objective(input_length=96),
-            optimizer=Optimizer(name="adamw-rms"),
-            schedule=Schedule("cosine", warmup=min(50, self.steps // 10)),
-            training=Training(steps=self.steps, batch_size=32, log_every=50, eval_every=150, save_every=300),
+            # Short examples with two holes: the fewer sentinels there are, the sooner each is understood.
+            objective=Objective(input_length=32),
+            optimizer=Optimizer("muon", learning_rate=5e-3),
+            schedule=Schedule("cosine"),
+            training=Training(steps=self.steps, batch_size=48, log_every=100, eval_every=200, save_every=400),
         )
         flags = f"--recipe {run / 'config.toml'}"
         console.print(f"$ flaxen train denoise {flags}", style="dim", markup=False)

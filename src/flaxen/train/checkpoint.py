@@ -1,7 +1,9 @@
 """Checkpoints of a run: written beside the training by orbax, complete or not there at all."""
 
+import functools
 import logging
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +35,9 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
         # orbax tells every file it writes, and every error several times before it raises it.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _hush_late_writes()
         self._kept = Kept(keep)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
@@ -102,3 +106,15 @@ class Checkpoints:
                 f"a checkpoint cannot be written to {directory}: {error}\nCheckpoints there: "
                 f"{', '.join(map(str, self.steps)) or 'none'}. Is the disk full? With room, the same command goes on"
             ) from error
+
+
+@functools.cache
+def _hush_late_writes() -> None:
+    """When one write fails, tensorstore prints a traceback for each that ends later. The first error is raised."""
+    show = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if not (lost.exc_type is RuntimeError and str(lost.exc_value) == "Event loop is closed"):
+            show(lost)
+
+    sys.unraisablehook = hook

@@ -36,7 +36,7 @@ class Stepper:
     """Compiles what the loop calls: `start`, `update`, `score`."""
 
     def __init__(self, task: Task, optimizer: Optimizer, schedule: Schedule, training: Training):
-        measured, best = task.metrics(Sums(*[1.0] * len(Sums._fields))), training.keep_best
+        measured, best = task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), training.keep_best
         if best is not None and best not in measured:
             there = f"there are {', '.join(measured)}{nearest(best, measured)}"
             raise InputError(f"training.keep_best={best!r} is not measured; {there}")

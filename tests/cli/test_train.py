@@ -1,0 +1,501 @@
+"""Training as a person types it: from a text to a model, again and again, and what happens when something is wrong."""
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import closing, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import flaxen
+from flaxen.cli.main import main
+from flaxen.data.corpus import Corpus
+from flaxen.data.store import open_corpus
+from flaxen.data.tokenizers import ByteTokenizer
+from flaxen.data.vocabulary import train_bpe
+from flaxen.models.t5 import Config
+from flaxen.tasks.denoise import Denoise
+from flaxen.tasks.objective import Objective
+from flaxen.train.checkpoint import Checkpoints
+
+CONFIG = {
+    "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
+    "dropout_rate": 0.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """Without the frame and the line breaks that a terminal gets."""
+        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.err).split())
+
+
+def command(*arguments: object) -> Done:
+    """`flaxen …` in this process: another one takes seconds to start."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["flaxen", *map(str, arguments)])
+        patch.setattr("flaxen.train.loop.peak", lambda: 1e12)  # measuring it takes longer than the training
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+# Several commands in one fresh process, which has no type checker, and can have a limit on the size of files.
+CHILD = """
+import contextlib, io, json, resource, sys
+import jax
+import flaxen.cli.build, flaxen.train.loop
+from flaxen.cli.main import main
+
+flaxen.train.loop.peak = lambda: 1e12
+limit, commands = json.loads(sys.argv[1])
+if limit:
+    # The tests' compiled programs are read, but none is written: half of one would be.
+    flaxen.cli.build.cache_compilations = lambda: None
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+for arguments in commands:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    sys.argv = ["flaxen", *arguments]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def child(*commands: list[object], limit: int = 0) -> list[Done]:
+    given = json.dumps([limit, [list(map(str, one)) for one in commands]])
+    env = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-c", CHILD, given], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr  # of a thread
+    return [Done(*json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("material")
+    (directory / "text.txt").write_text("\n".join(topics[name] for name in sorted(topics))[:20_000])
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+DATA = ("--data.train", "{material}/text.txt", "--data.cache", "{material}/cache")
+TEXT = (*DATA, "--objective.input-length", "32", "--objective.mean-span", "3")
+FLAGS = (
+    "--model.config", "{material}/config.json", "--model.tokenizer", "bytes", *TEXT, "--optimizer.name", "adamw",
+    "--training.batch-size", "8", "--training.steps", "6", "--training.seed", "3", "--training.log-every", "1",
+    "--training.eval-every", "3", "--training.save-every", "2",
+)  # fmt: skip
+
+
+def spelled(material: Path, flags: tuple[str, ...]) -> list[object]:
+    return [flag.format(material=material) for flag in flags]
+
+
+def arguments(material: Path, out: Path, *more: object) -> list[object]:
+    """Of the run that most tests here begin with. A later flag wins over an earlier one."""
+    return ["train", "denoise", "--out", out, *spelled(material, FLAGS), *more]
+
+
+@pytest.fixture(scope="module")
+def run(material: Path) -> Path:
+    """A complete run. Tests that change it work on a copy."""
+    done = command(*arguments(material, material / "run"))
+    assert done.code == 0, done.err
+    assert "trained 6 steps" in done.err
+    return material / "run"
+
+
+def unfinished(run: Path, out: Path) -> Path:
+    """The run as a kill after its second checkpoint would have left it."""
+    shutil.copytree(run, out)
+    shutil.rmtree(out / "checkpoints" / "6")
+    shutil.rmtree(out / "model")
+    return out
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [one for one in found if one["kind"] == kind]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def contents(directory: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+def steps_in(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+# --- A run -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_leaves(run: Path) -> None:
+    names = ["checkpoints", "config.toml", "lock", "metrics.jsonl", "model", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == names
+    assert steps_in(run) == ["4", "6"]
+    assert [one["step"] for one in records(run, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [one["step"] for one in records(run, "eval")] == [3, 6]
+    measured = {"loss", "perplexity", "accuracy", "bits_per_byte"}
+    for one in records(run, "train"):
+        assert measured | {"gradient_norm", "learning_rate"} <= set(one)
+    for one in records(run, "eval"):
+        assert set(one) == {"step", "kind"} | measured
+    resolved = json.loads((run / "run.json").read_text())["resolved"]
+    assert (resolved["steps"], resolved["model"]["d_model"], resolved["example"]["inputs"]) == (6, 16, 32)
+
+
+def test_its_config_is_a_recipe_for_the_same_run(run: Path, tmp_path: Path) -> None:
+    done = command("train", "denoise", "--recipe", run / "config.toml", "--out", tmp_path / "again", "--quiet")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert weights(tmp_path / "again") == weights(run)
+    assert records(tmp_path / "again", "eval") == records(run, "eval")
+
+
+def test_print_config_is_that_config(material: Path, run: Path, tmp_path: Path) -> None:
+    done = command(*arguments(material, run, "--print-config"))
+    assert (done.code, done.out) == (0, (run / "config.toml").read_text())
+
+
+def test_transformers_computes_the_same(run: Path) -> None:
+    ours = flaxen.load(run / "model")
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(run / "model").eval()
+    draw = np.random.default_rng(0)
+    ids, decoder_ids = draw.integers(3, 259, (3, 20)), draw.integers(3, 259, (3, 9))
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(ids), decoder_input_ids=torch.tensor(decoder_ids)).logits.numpy()
+    np.testing.assert_allclose(ours.logits(ids, decoder_ids), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    assert ours.tokenizer is not None
+    assert tokenizer("a text").input_ids == ours.tokenizer.encode("a text")
+
+
+def test_a_complete_run_is_left_as_it_is(material: Path, run: Path) -> None:
+    before = contents(run)
+    done = command(*arguments(material, run))
+    assert (done.code, done.message) == (0, "going on from step 6 of 6 the run is complete: 6 steps")
+    assert contents(run) == before
+
+
+def test_what_no_number_depends_on_may_change(material: Path, run: Path, tmp_path: Path) -> None:
+    """And the same text may lie elsewhere."""
+    out = unfinished(run, tmp_path / "run")
+    shutil.copy(material / "text.txt", tmp_path / "moved.txt")
+    free = ["--training.log-every", 2, "--training.keep", 1, "--tracking.tensorboard", "--tracking.name", "other"]
+    done = command(*arguments(material, out, *free, "--data.train", tmp_path / "moved.txt"))
+    assert done.code == 0, done.err
+    assert weights(out) == weights(run)
+    assert [one["step"] for one in records(out, "train")] == [1, 2, 3, 4, 6]
+    assert records(out, "eval") == records(run, "eval")
+    assert steps_in(out) == ["6"]
+    (events,) = out.glob("events.*")
+    for tag in (b"train/loss", b"eval/accuracy"):
+        assert tag in events.read_bytes()
+
+
+@pytest.mark.parametrize("size", [5, 32])
+def test_eval_measures_what_the_run_did(size: int, material: Path, run: Path) -> None:
+    """To 1e-5, for any batch size: only the order of additions differs."""
+    done = command("eval", "denoise", run / "model", *spelled(material, TEXT), "--seed", 3, "--batch-size", size)
+    assert done.code == 0, done.err
+    expected = {name: value for name, value in records(run, "eval")[-1].items() if name not in ("step", "kind")}
+    assert json.loads(done.out) == pytest.approx(expected, rel=1e-5)
+
+
+def test_eval_needs_no_training_text(material: Path, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "held out.txt").write_text((material / "text.txt").read_text()[:3000])
+    held = ["--data.validation", tmp_path / "held out.txt", "--data.cache", tmp_path, *spelled(material, TEXT[4:])]
+    done = command("eval", "denoise", run / "model", *held)
+    assert done.code == 0, done.err
+    assert math.isfinite(json.loads(done.out)["loss"])
+
+
+def test_a_start_from_a_checkpoint_of_transformers(material: Path, byt5: Path, tmp_path: Path) -> None:
+    """The first loss is that checkpoint's, to 1e-5."""
+    out = tmp_path / "run"
+    flags = ["--model.init", byt5, *spelled(material, TEXT), "--training.batch-size", 4, "--training.steps", 2]
+    flags += ["--optimizer.name", "adamw", "--training.log-every", 1, "--quiet"]
+    done = command("train", "denoise", "--out", out, *flags)
+    assert done.code == 0, done.err
+    corpus = Corpus((str(material / "text.txt"),), cache=material / "cache")
+    tokenizer = ByteTokenizer()
+    task = Denoise(Config(), Objective(32, mean_span=3.0), tokenizer, *open_corpus(corpus, tokenizer), 0)
+    batch = {name: torch.tensor(array.astype(np.int64)) for name, array in task.batch(0, 4).items()}
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(byt5).eval()
+    with torch.no_grad():
+        expected = float(theirs(**batch).loss)
+    assert records(out, "train")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    made = flaxen.load(out / "model")
+    assert (made.config.n_layers, made.config.n_decoder_layers, made.config.vocab_size) == (4, 1, 384)
+    assert weights(out) != (byt5 / "model.safetensors").read_bytes()
+
+
+# --- Looking at it ---------------------------------------------------------------------------------------------------
+
+
+CODES = "[bold]x[/bold] :smile: y "
+
+
+@pytest.fixture(scope="module")
+def diverged(material: Path) -> Done:
+    """A run whose second step meets what the first has made of the weights."""
+    wild = ["--optimizer.learning-rate", "1e30", "--optimizer.clip", 0, "--training.eval-every", 0]
+    more = ["--training.save-every", 1, "--training.keep", 9, "--quiet"]
+    return command(*arguments(material, material / "diverged", *wild, *more))
+
+
+@pytest.fixture(scope="module")
+def looked(material: Path, run: Path, diverged: Done) -> dict[str, Done]:
+    """All that is only looked at, in one process."""
+    (material / "codes.txt").write_text(f"{CODES}\n" * 100)
+    shown = ["--data.train", material / "codes.txt", *spelled(material, TEXT[2:])]
+    before = contents(run)
+    commands: dict[str, list[object]] = {
+        "preview": ["preview", *spelled(material, FLAGS[:4]), *shown, "--examples", 2],
+        "replay 5": ["replay", run, "--step", 5],
+        "replay 2": ["replay", run, "--step", 2, "--examples", 1, "--weights", 3],
+        "too late": ["replay", run, "--step", 7],
+        "no run": ["replay", material, "--step", 1],
+        "diverged": ["replay", material / "diverged", "--step", 2],
+    }
+    done = dict(zip(commands, child(*commands.values())))
+    assert contents(run) == before
+    return done
+
+
+def test_preview(looked: dict[str, Done]) -> None:
+    done = looked["preview"]
+    assert (done.code, done.err) == (0, "")
+    # 100 lines of 26 tokens, of which the first 5 validate, in rows of 34.
+    assert "72 training and 3 validation examples of 34 tokens; each has 5 tokens in 2 hole" in done.out
+    assert "32 tokens in, 8 out" in done.out
+    assert "384 ids, sentinels 258, 257, 256, …; model: 384 rows" in done.out
+    assert [done.out.count(f"{title}  ") for title in ("   text", "  reads", " writes")] == [2, 2, 2]
+    # As it is: no colours, no pictures.
+    assert all(one.rstrip() in CODES * 100 for one in re.findall("   text  (.*)", done.out))
+    assert done.out.count("‹0›") == done.out.count("‹1›") == 4
+
+
+@pytest.mark.parametrize(("step", "begin"), [(5, "from checkpoint 4: 1 to make"), (2, "from the start: 2 to make")])
+def test_replay_gives_the_loss_to_the_last_bit(step: int, begin: str, run: Path, looked: dict[str, Done]) -> None:
+    done, record = looked[f"replay {step}"], records(run, "train")[step - 1]
+    assert (done.code, done.err) == (0, "")
+    assert begin in done.out
+    numbers = f"loss {record['loss']!r}, gradient norm {record['gradient_norm']!r}"
+    assert f"step {step}: {numbers}, learning rate {record['learning_rate']!r}" in done.out
+    assert "all gradients are finite" in done.out
+    shown = (done.out.count("   text  "), done.out.count(".weight"))
+    assert shown == ((2, 12) if step == 5 else (1, 3))
+
+
+def test_what_cannot_be_replayed(material: Path, looked: dict[str, Done]) -> None:
+    late, none = looked["too late"], looked["no run"]
+    assert (late.code, late.err) == (1, "flaxen: --step must be in 1 … 6, the steps of the run; got 7\n")
+    assert (none.code, none.err) == (1, f"flaxen: {material} is no run directory: it has no config.toml\n")
+
+
+def test_a_loss_that_is_not_finite(material: Path, diverged: Done, looked: dict[str, Done]) -> None:
+    out = material / "diverged"
+    assert diverged.code == 1
+    assert diverged.err.startswith("flaxen: step 2: the loss is ")
+    assert f"flaxen replay {out} --step 2\n" in diverged.err
+    assert steps_in(out) == ["1"]
+    assert not (out / "model").exists()
+    assert [one["step"] for one in records(out, "train")] == [1]
+    replayed = looked["diverged"]
+    assert (replayed.code, replayed.err) == (0, "")
+    assert "from checkpoint 1: 1 to make" in replayed.out
+    assert re.search(r"step 2: .*\b(nan|inf)\b", replayed.out)
+    assert "gradients have entries that are not finite" in replayed.out
+
+
+# --- Bad input -------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no such file": (["--data.train", "{tmp}/txet.txt"], 1, "no file '{tmp}/txet.txt'; did you mean 'text.txt'?"),
+    "empty corpus": (["--data.train", "{tmp}/empty.txt"], 1, "no document in {tmp}/empty.txt"),
+    "smaller than an example": (["--data.train", "{tmp}/short.txt"], 1, "fewer than the 34 of one example"),
+    "a binary file": (["--data.train", "{tmp}/binary.txt"], 1, "{tmp}/binary.txt looks like a binary file"),
+    "not UTF-8": (["--data.train", "{tmp}/latin.txt"], 1, "latin.txt, line 2: byte 5 (0xe9) is not UTF-8"),
+    "no sentinels": (["--model.tokenizer", "{tmp}/bare"], 1, "the tokenizer has no sentinels"),
+    "no tokenizer": (["--model.tokenizer", "{tmp}/empty"], 1, "holds no tokenizer"),
+    "too many holes": (
+        ["--objective.input-length", "256", "--objective.density", "0.5", "--objective.mean-span", "1"],
+        1, "have 127 holes and the tokenizer only 100 sentinels; lower objective.input_length or raise",
+    ),
+    "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 cannot be computed in 3 equal pieces"),
+    "steps and epochs": (["--training.epochs", "2"], 2, "either as training.steps or as training.epochs"),
+    "two starts": (["--model.preset", "t5-small"], 2, "name one start of the model"),
+    "a flag": (["--training.stepz", "2"], 2, "--training.steps"),
+    "warmup": (["--schedule.warmup", "6"], 1, "schedule.warmup=6 must be less than the 6 steps of the run"),
+    "metric": (["--training.keep-best", "los"], 1, "keep_best='los' is not measured; there are loss, perplexity"),
+    "tracker": (["--tracking.wandb", "project"], 1, "wandb is not installed: pip install 'wandb'"),
+    "recipe": (["--recipe", "{tmp}/none.toml"], 1, "no recipe {tmp}/none.toml"),
+    "a file as output": (["--out", "{tmp}/text.txt"], 1, "{tmp}/text.txt is a file"),
+    "something else there": (["--out", "{tmp}/thesis"], 1, "holds something else than a run of Flaxen (thesis.tex)"),
+    "checkpoints of a run": (["--out", "{tmp}/orphan"], 1, "holds something else than a run of Flaxen (checkpoints)"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def bad(material: Path, tmp_path: Path) -> Path:
+    """A directory of wrong things."""
+    shutil.copy(material / "text.txt", tmp_path / "text.txt")
+    (tmp_path / "empty.txt").write_text("\n \n\n")
+    (tmp_path / "short.txt").write_text("short\ntext\n")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 9)
+    (tmp_path / "latin.txt").write_bytes(b"fine\n\xe9t\xe9\n")
+    for name in ("empty", "bare", "thesis", "orphan/checkpoints/4"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "thesis" / "thesis.tex").write_text("mine")
+    return tmp_path
+
+
+def assert_refused(done: Done, code: int, words: str) -> None:
+    assert done.code == code, done.err
+    assert words in done.message
+    assert "Traceback" not in done.err
+    assert done.out == ""
+    if code == 1:
+        assert done.err.startswith("flaxen: ")
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_message_and_leaves_nothing(case: str, material: Path, bad: Path) -> None:
+    flags, code, words = BAD[case]
+    if case == "no sentinels":
+        for name, content in train_bpe([(bad / "text.txt").read_text()], 300, sentinels=0).items():
+            (bad / "bare" / name).write_bytes(content)
+    before = contents(bad)
+    done = command(*arguments(material, bad / "run", *(flag.format(tmp=bad) for flag in flags)))
+    assert_refused(done, code, words.format(tmp=bad))
+    assert contents(bad) == before
+    assert not list((material / "cache").glob("*.partial"))
+
+
+def from_nothing(material: Path, out: Path, *start: object) -> list[object]:
+    return ["train", "denoise", "--out", out, *start, *spelled(material, TEXT), "--training.steps", 2]
+
+
+def test_an_unknown_preset(material: Path, tmp_path: Path) -> None:
+    done = command(*from_nothing(material, tmp_path / "run", "--model.preset", "t5-smal", "--model.tokenizer", "bytes"))
+    assert_refused(done, 1, "no preset 't5-smal'; did you mean 't5-small'?")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model(material: Path, run: Path, tmp_path: Path) -> None:
+    """By its name, or by its weights: these are only read when the training begins."""
+    for name in ("kind", "weights"):
+        shutil.copytree(run / "model", tmp_path / name)
+    config = json.loads((run / "model" / "config.json").read_text())
+    (tmp_path / "kind" / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    (tmp_path / "weights" / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
+    before = contents(tmp_path)
+    for name, words in (("kind", "model_type 'bert'; supported: t5, mt5"), ("weights", "encoder.block.1.")):
+        done = command(*from_nothing(material, tmp_path / "run", "--model.init", tmp_path / name))
+        assert_refused(done, 1, words)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_with_checkpoints_of_another_model(material: Path, run: Path, tmp_path: Path) -> None:
+    out = unfinished(run, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints")
+    with closing(Checkpoints(out / "checkpoints")) as others:
+        others.save(4, {"model": {"embedding": {"weight": jnp.zeros((384, 32))}}, "step": jnp.zeros((), jnp.int32)}, {})
+    before = contents(out)
+    done = command(*arguments(material, out))
+    assert_refused(done, 1, f"checkpoint 4 in {out / 'checkpoints'} is of another model or optimizer")
+    assert "absent there" in done.message
+    after = contents(out)
+    assert after.pop(out / "config.toml") != before.pop(out / "config.toml")  # which says where it lies now
+    assert after == before
+
+
+def test_changed_settings_are_named(material: Path, run: Path) -> None:
+    before = contents(run)
+    flags = ["--training.steps", 7, "--training.seed", 4, "--optimizer.b1", 0.8, "--model.remat"]
+    done = command(*arguments(material, run, *flags))
+    assert_refused(done, 1, f"{run} holds another run, which cannot go on with something changed:")
+    for line in (
+        "model.remat: was False, is True",
+        "optimizer.b1: was 0.9, is 0.8",
+        "training.seed: was 3, is 4",
+        "training.steps: was 6, is 7",
+    ):
+        assert f"  {line}\n" in done.err
+    assert done.err.count(": was ") == 4
+    assert contents(run) == before
+
+
+def test_changed_data_is_named(material: Path, run: Path, tmp_path: Path) -> None:
+    before = contents(run)
+    (tmp_path / "text.txt").write_text((material / "text.txt").read_text() + " and more")
+    done = command(*arguments(material, run, "--data.train", tmp_path / "text.txt"))
+    assert_refused(done, 1, "training_data: was '")
+    assert contents(run) == before
+
+
+def test_a_run_that_another_process_has(material: Path, run: Path) -> None:
+    import fcntl
+
+    with (run / "lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert_refused(command(*arguments(material, run)), 1, f"another process is training in {run}")
+
+
+def test_a_full_disk(material: Path, run: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it: neither the tokens nor a checkpoint fit.
+
+    What was there before stays, and with room the same command ends as if nothing had happened.
+    """
+    out = unfinished(run, tmp_path / "run")
+    kept = contents(out / "checkpoints")
+    fresh = arguments(material, tmp_path / "new", "--data.cache", tmp_path / "cache", "--quiet")
+    tokens, checkpoint = child(fresh, arguments(material, out, "--quiet"), limit=10_000)
+
+    assert_refused(tokens, 1, f"no space for the tokens of {material / 'text.txt'} in {tmp_path / 'cache'}")
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+    assert_refused(checkpoint, 1, f"a checkpoint cannot be written to {out / 'checkpoints'}: ")
+    assert "File too large" in checkpoint.err
+    assert "Checkpoints there: 4. Is the disk full?" in checkpoint.err
+    assert contents(out / "checkpoints") == kept
+    assert not (out / "model").exists()
+
+    done = command(*arguments(material, out, "--quiet"))
+    assert done.code == 0, done.err
+    assert weights(out) == weights(run)
+    assert [one["step"] for one in records(out, "train")] == [1, 2, 3, 4, 5, 6]
