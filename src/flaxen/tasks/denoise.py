@@ -81,7 +81,7 @@ class Denoise:
         """An example as text: the original, what the model reads, what it shall write."""
         inputs, labels = batch["input_ids"][row], batch["labels"][row]
         raw = restore(inputs, labels, self.tokenizer.sentinels, self.tokenizer.eos_id)
-        return self.tokenizer.decode(raw), self._spelled(inputs), self._spelled(labels)
+        return self.tokenizer.decode(raw.tolist()), self._spelled(inputs), self._spelled(labels)
 
     def _spelled(self, ids: np.ndarray) -> str:
         """Text with its holes numbered, whatever ids they have (ByT5's are bytes that no text has)."""

@@ -47,6 +47,8 @@ def train(
         memory = Memory(**remembered)
     else:
         state, memory = stepper.start(initial()), Memory()
+    # On a device by name, restored or not: else a resumed run would be another program to compile.
+    state = jax.device_put(state, jax.devices()[0])
     memory.compare_by(training.keep_best)
     done = int(state.step)
     run.forget_after(done)
