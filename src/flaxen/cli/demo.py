@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from flaxen.pretrained import Pretrained
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__"}
-CONFIG = {
-    "model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_decoder_layers": 2,
-    "num_heads": 4, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
-}  # fmt: skip
+SIZES = {"d_model": 128, "d_head": 32, "d_ff": 256, "n_layers": 2, "n_decoder_layers": 2, "n_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Demo:
 
     out: Path = Path("flaxen-demo")
     """Directory for the corpus, the vocabulary and the run. Run again to see its results again."""
-    steps: int = 1200
+    steps: int = 3600
     """Of training."""
 
     def run(self, given: set[str]) -> None:
@@ -63,17 +60,22 @@ class Demo:
             Vocab(out=vocabulary, data=data, size=2000).run(set())
 
         console.print("\n[bold]3. Training: write what was cut out of a text[/bold]")
-        config = self.out / "config.json"
-        config.write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
+        start = self.out / "start"
+        if not start.exists():
+            _head_start(vocabulary).save(start)
+        console.print(
+            "It starts from random weights and two habits, which a large model finds in its first thousands of steps:\n"
+            "a hole looks at its neighbours, and the writer looks for the hole of the same number."
+        )
         command = TrainDenoise(
             out=run,
-            model=Start(config=config, tokenizer=str(vocabulary)),
+            model=Start(init=str(start)),
             data=data,
             # Short examples with two holes: the fewer sentinels there are, the sooner each is understood.
             objective=Objective(input_length=32),
-            optimizer=Optimizer("muon", learning_rate=5e-3),
+            optimizer=Optimizer("adamw-rms", learning_rate=3e-2),
             schedule=Schedule("cosine"),
-            training=Training(steps=self.steps, batch_size=48, log_every=100, eval_every=200, save_every=400),
+            training=Training(steps=self.steps, batch_size=16, log_every=200, eval_every=600, save_every=600),
         )
         flags = f"--recipe {run / 'config.toml'}"
         console.print(f"$ flaxen train denoise {flags}", style="dim", markup=False)
@@ -128,6 +130,26 @@ def _docstrings(path: Path) -> list[str]:
     return [doc for node in ast.walk(tree) if isinstance(node, kinds) and (doc := ast.get_docstring(node))]
 
 
+def _head_start(vocabulary: Path) -> "Pretrained":
+    """A small T5 with a preference for near neighbours, and with queries that look for keys of their own kind."""
+    import jax.numpy as jnp
+
+    from flaxen.cli.build import named_tokenizer
+    from flaxen.models.t5 import Config
+    from flaxen.pretrained import Pretrained, create
+    from flaxen.tree import leaves, map_leaves
+
+    tokenizer = named_tokenizer(str(vocabulary))
+    rows = -(-tokenizer.size // 128) * 128
+    config = Config(vocab_size=rows, activation="gelu_new", gated=True, dropout=0.0, **SIZES)  # type: ignore[arg-type]
+    model = create(config, seed=0).model
+    # Buckets of the distances -1, 1, -2 and 2: one for each head.
+    near = jnp.zeros((config.n_buckets, config.n_heads)).at[jnp.array([1, 17, 2, 18]), jnp.arange(4)].set(5.0)
+    keys = leaves(model)["decoder.layers.cross.k.weight"]
+    habits = {"encoder.bias.weight": near, "decoder.layers.cross.q.weight": keys * config.d_head**-0.5}
+    return Pretrained(map_leaves(lambda path, leaf: habits.get(path, leaf), model), tokenizer)
+
+
 def _curve(console: "Console", metrics: Path) -> None:
     """The validation records as a table with bars."""
     from rich.table import Table
@@ -148,10 +170,10 @@ def _fill(console: "Console", model: "Pretrained", held_out: list[str], training
     from rich.table import Table
 
     draw = random.Random(1)
-    sentences = [s for p in held_out for s in re.split(r"(?<=[.:]) ", p) if 50 <= len(s) <= 110]
+    sentences = [s for p in held_out for s in re.split(r"(?<=[.:]) ", p) if 40 <= len(s) <= 100]
     puzzles = []
-    for sentence in sentences[:200]:
-        places = list(re.finditer(r"(?<= )[a-z]{3,}(?= )", sentence))
+    for sentence in sentences[:300]:
+        places = list(re.finditer(r"(?<= )[a-z]{2,}(?= )", sentence))
         if places:
             place = draw.choice(places)
             blank = f"{sentence[: place.start()]}<extra_id_0>{sentence[place.end() :]}"
@@ -159,14 +181,14 @@ def _fill(console: "Console", model: "Pretrained", held_out: list[str], training
     assert model.tokenizer is not None
     _, second = model.tokenizer.sentinels[:2]
     answers = []
-    for one in model.generate([blank for *_, blank in puzzles], batch_size=32, num_beams=4, max_new_tokens=8):
+    for one in model.generate([blank for *_, blank in puzzles], batch_size=64, max_new_tokens=6):
         ids = one.tokens[: one.tokens.index(second)] if second in one.tokens else one.tokens
         answers.append(model.tokenizer.decode(ids).strip())
-    ((common, _),) = Counter(re.findall(r"[a-z]{3,}", " ".join(training))).most_common(1)
+    ((common, _),) = Counter(re.findall(r"[a-z]{2,}", " ".join(training))).most_common(1)
     right = sum(answer == s[p.start() : p.end()] for (s, p, _), answer in zip(puzzles, answers))
     always = sum(common == s[p.start() : p.end()] for s, p, _ in puzzles)
     table = Table("sentence with its blank", "model", "original", box=None)
-    for (sentence, place, _), answer in list(zip(puzzles, answers))[:10]:
+    for (sentence, place, _), answer in list(zip(puzzles, answers))[:12]:
         word = sentence[place.start() : place.end()]
         mark = "[green]" if answer == word else "[yellow]"
         table.add_row(f"{sentence[: place.start()]}____{sentence[place.end() :]}", f"{mark}{answer}[/]", word)
