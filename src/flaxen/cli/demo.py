@@ -187,8 +187,13 @@ def _fill(console: "Console", model: "Pretrained", held_out: list[str], training
     ((common, _),) = Counter(re.findall(r"[a-z]{2,}", " ".join(training))).most_common(1)
     right = sum(answer == s[p.start() : p.end()] for (s, p, _), answer in zip(puzzles, answers))
     always = sum(common == s[p.start() : p.end()] for s, p, _ in puzzles)
-    table = Table("sentence with its blank", "model", "original", box=None)
-    for (sentence, place, _), answer in list(zip(puzzles, answers))[:12]:
+    table = Table(
+        "sentence with its blank", "model", "original", box=None, title="six that it got, six that it did not"
+    )
+    hit = lambda pair: pair[1] == pair[0][1][0]  # noqa: E731
+    pairs = list(zip(puzzles, answers))
+    shown = [pair for pair in pairs if hit(pair)][:6] + [pair for pair in pairs if not hit(pair)][:6]
+    for (sentence, place, _), answer in shown:
         word = sentence[place.start() : place.end()]
         mark = "[green]" if answer == word else "[yellow]"
         table.add_row(f"{sentence[: place.start()]}____{sentence[place.end() :]}", f"{mark}{answer}[/]", word)

@@ -32,7 +32,8 @@ def ahead(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Iterato
         except BaseException as error:
             put((None, error))  # raised where the batch is awaited
 
-    threading.Thread(target=work, name="flaxen-batches", daemon=True).start()
+    thread = threading.Thread(target=work, name="flaxen-batches", daemon=True)
+    thread.start()
     try:
         while True:
             made, error = ready.get()
@@ -43,3 +44,4 @@ def ahead(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Iterato
             yield made  # type: ignore[misc]
     finally:
         stop.set()
+        thread.join()  # a thread that is inside JAX when the interpreter ends takes the process down with it
