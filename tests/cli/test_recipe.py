@@ -31,7 +31,7 @@ EVERYTHING = Settings(
         column="body",
         unit="paragraph",
         invalid="replace",
-        cache=Path("/tmp/tokens"),
+        cache=Path("some/tokens"),
     ),
     objective=Objective(input_length=96, density=0.3, mean_span=4.5, z_loss=1e-4),
     optimizer=Optimizer("muon", 3e-4, weight_decay=0.1, b1=0.8, b2=0.95, eps=1e-6, momentum=0.9, clip=0.5),
