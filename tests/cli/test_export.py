@@ -33,7 +33,8 @@ def test_any_checkpoint_that_is_there(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "text.txt").write_text(topics["if"] * 4)
     run(
-        monkeypatch, "train", "denoise", "--out", tmp_path / "run", "--quiet", "--model.config", tmp_path / "config.json",
+        monkeypatch, "train", "denoise", "--out", tmp_path / "run", "--quiet",
+        "--model.config", tmp_path / "config.json",
         "--model.tokenizer", "bytes", "--data.train", tmp_path / "text.txt", "--data.cache", tmp_path / "tokens",
         "--objective.input-length", 32, "--training.batch-size", 2, "--training.steps", 3, "--training.save-every", 1,
     )  # fmt: skip
