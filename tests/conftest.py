@@ -55,6 +55,12 @@ def make_reference(family: str, directory: Path, seed: int = 0) -> Reference:
     if family != "t5-1.0":
         # transformers 5 ties the head of a fresh model; real checkpoints of these families have one of their own.
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+    shaken(model).save_pretrained(directory)
+    return Reference(model, directory)
+
+
+def shaken(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The model with norms that differ and larger weights, so that its outputs vary."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -63,8 +69,30 @@ def make_reference(family: str, directory: Path, seed: int = 0) -> Reference:
                 parameter.mul_(0.5)
             elif "relative" not in name:
                 parameter.mul_(1.5)
-    model.save_pretrained(directory)
-    return Reference(model, directory)
+    return model
+
+
+def torch_generate(
+    reference: Reference, ids: list[list[int]], **options: object
+) -> tuple[list[list[int]], list[float]]:
+    """Tokens without start and padding, and sequence scores, of a padded batch."""
+    width = max(map(len, ids))
+    batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+    out = reference.model.generate(
+        input_ids=batch,
+        attention_mask=mask,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **{"do_sample": False, **options},
+    )
+    eos = options.get("eos_token_id", 1)
+    ends = set(eos if isinstance(eos, list) else [eos])
+    rows = []
+    for row in out.sequences[:, 1:].tolist():
+        n = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[:n])
+    return rows, out.sequences_scores.tolist() if "sequences_scores" in out and out.sequences_scores is not None else []
 
 
 @pytest.fixture(scope="session", params=list(FAMILIES))

@@ -18,8 +18,8 @@ import pytest
 
 from flaxen.data import store as module
 from flaxen.data.corpus import Corpus
-from flaxen.data.readers import TextFiles
 from flaxen.data.store import Tokens, TokenStore, open_corpus, open_store
+from flaxen.data.text_files import TextFiles
 from flaxen.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from flaxen.errors import InputError
 
@@ -208,7 +208,7 @@ SCRIPT = """
 import resource, signal, sys
 from pathlib import Path
 from flaxen.data import store
-from flaxen.data.readers import TextFiles
+from flaxen.data.text_files import TextFiles
 from flaxen.data.tokenizers import ByteTokenizer
 
 store.BATCH = 1000

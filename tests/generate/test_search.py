@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from conftest import Reference
+from conftest import Reference, torch_generate
 
 import flaxen
 from flaxen.generate import search
@@ -14,29 +13,6 @@ from flaxen.generate import search
 def prompts(vocab: int, n: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
     draw = np.random.default_rng(seed)
     return [draw.integers(2, vocab, draw.integers(1, longest + 1)).tolist() for _ in range(n)]
-
-
-def torch_generate(
-    reference: Reference, ids: list[list[int]], **options: object
-) -> tuple[list[list[int]], list[float]]:
-    """Tokens without start and padding, and sequence scores, of a padded batch."""
-    width = max(map(len, ids))
-    batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
-    out = reference.model.generate(
-        input_ids=batch,
-        attention_mask=mask,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **{"do_sample": False, **options},
-    )
-    eos = options.get("eos_token_id", 1)
-    ends = set(eos if isinstance(eos, list) else [eos])
-    rows = []
-    for row in out.sequences[:, 1:].tolist():
-        n = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-        rows.append(row[:n])
-    return rows, out.sequences_scores.tolist() if "sequences_scores" in out and out.sequences_scores is not None else []
 
 
 @pytest.mark.parametrize("beams", [1, 4])

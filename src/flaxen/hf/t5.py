@@ -1,4 +1,4 @@
-"""T5, mT5 and ByT5 in Hugging Face's files: configuration fields and weight names, both directions."""
+"""T5, mT5, ByT5 and LongT5 in Hugging Face's files: configuration fields and weight names, both directions."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from flaxen.hf.files import Tensors
 from flaxen.hf.weightmap import Row
 from flaxen.models.t5 import Config
 
-MODEL_TYPES = ("t5", "mt5")
+MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "longt5": "LongT5"}  # and what the names of their classes begin with
 
 # config.json's name -> ours, for fields that mean the same on both sides.
 FIELDS = {
@@ -29,8 +29,17 @@ FIELDS = {
     "pad_token_id": "pad_id",
     "decoder_start_token_id": "start_id",
 }
+LONG_FIELDS = {"encoder_attention_type": "attention", "local_radius": "radius", "global_block_size": "global_block"}
+LONG_NAMES = {
+    "full": "SelfAttention",
+    "local": "LocalSelfAttention",
+    "transient-global": "TransientGlobalSelfAttention",
+}
 # What a missing field means, where the families differ from t5-small.
-MT5_DEFAULTS = {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mt5": {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6},
+    "longt5": {"attention": "local"},
+}
 
 # Fields that say nothing about the arithmetic of this model, whatever their value.
 SILENT = {
@@ -60,16 +69,17 @@ def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
 
     Without weights it is tied if it is scaled, as in all of Google's models.
     """
+    kind = json.get("model_type", "t5")
+    names = FIELDS | (LONG_FIELDS if kind == "longt5" else {})
     problems = []
     for name, value in json.items():
         if name in FIXED:
             if value not in FIXED[name]:
                 problems.append(f"{name}={value!r} is not supported; only {FIXED[name][0]!r} is")
-        elif name not in FIELDS and name not in SILENT and value is not None:
-            problems.append(f"unknown field {name}={value!r}{nearest(name, [*FIELDS, *FIXED])}")
-    kind = json.get("model_type", "t5")
-    known = {ours: json[theirs] for theirs, ours in FIELDS.items() if json.get(theirs) is not None}
-    fields: dict[str, Any] = {**(MT5_DEFAULTS if kind == "mt5" else {}), **known}
+        elif name not in names and name not in SILENT and value is not None:
+            problems.append(f"unknown field {name}={value!r}{nearest(name, [*names, *FIXED])}")
+    known = {ours: json[theirs] for theirs, ours in names.items() if json.get(theirs) is not None}
+    fields: dict[str, Any] = {**DEFAULTS.get(kind, {}), **known}
     for name, value in fields.items():
         want = type(getattr(Config, name))
         if isinstance(value, bool) or not isinstance(value, (int, float) if want is float else want):
@@ -127,9 +137,10 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
     """A config.json that transformers 4, 5 and its late Flax classes all read as the same model."""
     fields = dataclasses.asdict(config)
     name = "gelu" if config.gated and config.activation == "gelu_new" else config.activation
+    names = FIELDS | (LONG_FIELDS if config.family == "longt5" else {})
     return {
-        **{theirs: fields[ours] for theirs, ours in FIELDS.items()},
-        "architectures": [{"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}[config.family]],
+        **{theirs: fields[ours] for theirs, ours in names.items()},
+        "architectures": [f"{MODEL_TYPES[config.family]}ForConditionalGeneration"],
         "model_type": config.family,
         "is_encoder_decoder": True,
         "feed_forward_proj": f"gated-{name}" if config.gated else name,
@@ -148,7 +159,7 @@ def rows(config: Config) -> list[Row]:
     if not config.tied:
         table.append(Row("head.weight", "lm_head.weight"))
     for stack, parts in (
-        ("encoder", (("attention", "SelfAttention"), ("mlp", "DenseReluDense"))),
+        ("encoder", (("attention", LONG_NAMES[config.attention]), ("mlp", "DenseReluDense"))),
         (
             "decoder",
             (("attention", "SelfAttention"), ("cross", "EncDecAttention"), ("mlp", "DenseReluDense")),
@@ -171,10 +182,17 @@ def rows(config: Config) -> list[Row]:
                     )
                 )
             table.append(Row(f"{stack}.layers.{ours}.o.weight", f"{block}.{theirs}.o.weight", "d (n h) -> n h d"))
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        first = f"{stack}.block.0.layer.0.{parts[0][1]}"
         table += [
-            Row(f"{stack}.bias.weight", bias),
+            Row(f"{stack}.bias.weight", f"{first}.relative_attention_bias.weight"),
             Row(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
+        ]
+    if config.attention == "transient-global":
+        attention = f"encoder.block.{{i}}.layer.0.{LONG_NAMES[config.attention]}"
+        bias = f"{attention.format(i=0)}.global_relative_attention_bias.weight"
+        table += [
+            Row("encoder.side_bias.weight", bias),
+            Row("encoder.layers.attention.norm.weight", f"{attention}.global_input_layer_norm.weight"),
         ]
     return table
 

@@ -1,6 +1,7 @@
-"""T5 1.0 and 1.1, Flan-T5, mT5, ByT5: one encoder-decoder, told apart by its Config."""
+"""T5 1.0 and 1.1, Flan-T5, mT5, ByT5, LongT5: one encoder-decoder, told apart by its Config."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,14 +11,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from flaxen.nn.attention import MASKED, Attention, Plan, attend_plain
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout, for_few_rows
+from flaxen.nn.local import LocalAttention, LocalPlan, TransientGlobalAttention, plan_local, plan_side
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import stacked
 from flaxen.nn.position import RelativeBias
 from flaxen.nn.stack import by_rows, kept, run, unstack
+
+Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # real tokens, or the numbers of the texts that share a row
+ATTENTION = ("full", "local", "transient-global")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class Config:
     n_heads: int = 8
     n_buckets: int = 32
     max_distance: int = 128
+    attention: str = "full"  # of the encoder: full, local or transient-global, the latter two with a radius
+    radius: int = 127  # a token sees so many on either side
+    global_block: int = 16  # tokens that transient-global attention adds up to one that all see
     activation: str = "relu"
     gated: bool = False
     tied: bool = True  # the head is the embedding table
@@ -43,7 +51,7 @@ class Config:
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 0
-    family: str = "t5"  # or "mt5": the name that config.json gives the same arithmetic
+    family: str = "t5"  # or mt5, longt5: the name that config.json gives it
     compute: str = "float32"  # dtype of products and of what layers hand on; the residual stream stays f32
     scan: bool = True
     remat: bool = False
@@ -52,6 +60,10 @@ class Config:
         for name in ("vocab_size", "d_model", "d_head", "d_ff", "n_layers", "n_decoder_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}")
+        if self.radius < 1 or self.global_block < 1:
+            raise ValueError(f"radius and global_block must be at least 1, got {self.radius}, {self.global_block}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         if self.n_buckets < 4 or self.n_buckets % 4:
@@ -103,6 +115,10 @@ def _presets() -> dict[str, Config]:
         ("xxl", 4672, 12352, 36, 12, 64),
     ):
         table[f"byt5-{name}"] = size(v1_1, d, ff, layers, heads, decoder, vocab_size=384)
+    for kind, attention in (("local", "local"), ("tglobal", "transient-global")):
+        for name in ("mini", "small", "base", "large", "xl"):  # Google's are base, large and xl
+            long = dataclasses.replace(table[f"t5-v1_1-{name}"], attention=attention, family="longt5")
+            table[f"long-t5-{kind}-{name}"] = long
     return table
 
 
@@ -116,7 +132,12 @@ class Layer(nnx.Module):
         c = config
         norm = partial(RMSNorm, c.d_model, c.epsilon, c.factor)
         attention = partial(Attention, c.d_model, c.n_heads, c.d_head, c.factor)
-        self.attention, self.attention_norm = attention(), norm()
+        local = partial(LocalAttention, c.d_model, c.n_heads, c.d_head, c.factor)
+        both = partial(TransientGlobalAttention, c.d_model, c.n_heads, c.d_head, c.factor, c.epsilon)
+        kind = "full" if decoder else c.attention
+        kinds: dict[str, Callable[[], Attention]] = {"full": attention, "local": local, "transient-global": both}
+        self.attention = kinds[kind]()
+        self.attention_norm = norm()
         self.cross: Attention | None = attention() if decoder else None
         self.cross_norm: RMSNorm | None = norm() if decoder else None
         self.mlp, self.mlp_norm = MLP(c.d_model, c.d_ff, c.activation, c.gated, c.factor), norm()
@@ -124,8 +145,8 @@ class Layer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        plan: Plan,
-        source: tuple[Float[Array, "B S D"], Bool[Array, "B S"] | None] | None,
+        plan: Plan | LocalPlan,
+        source: tuple[Float[Array, "B S D"], Plan] | None,
         rate: float,
         dtype: DTypeLike,
         key: Array | None,
@@ -135,7 +156,7 @@ class Layer(nnx.Module):
         x = kept(x + dropout(self.attention(h, h, plan, keys[0]), rate, keys[1]))
         if self.cross is not None and self.cross_norm is not None and source is not None:
             h = self.cross_norm(x, dtype)
-            x = kept(x + dropout(self.cross(h, source[0], Plan(source[1], rate=rate), keys[2]), rate, keys[3]))
+            x = kept(x + dropout(self.cross(h, *source, keys[2]), rate, keys[3]))
         h = self.mlp_norm(x, dtype)
         return x + dropout(self.mlp(h, rate, keys[4]), rate, keys[5])
 
@@ -146,38 +167,50 @@ class Stack(nnx.Module):
     def __init__(self, config: Config, decoder: bool):
         c = config
         self.layers = stacked(Layer(c, decoder), c.n_decoder_layers if decoder else c.n_layers)
-        self.bias = RelativeBias(c.n_heads, c.n_buckets, c.max_distance, not decoder, c.factor * c.d_model**-0.5)
+        bias = partial(RelativeBias, c.n_heads, c.n_buckets, c.max_distance, not decoder, c.factor * c.d_model**-0.5)
+        self.bias = bias()
+        self.side_bias = bias() if c.attention == "transient-global" and not decoder else None
         self.norm = RMSNorm(c.d_model, c.epsilon, c.factor)
         self.config, self.causal = config, decoder
 
-    def plan(self, length: int, valid: Bool[Array, "B T"] | None) -> Plan:
-        bias = self.bias(jnp.arange(1 - length, length))
-        return Plan(valid, bias, self.causal, self.config.dropout)
+    def plan(self, length: int, mask: Array | None, batch: int) -> Plan | LocalPlan:
+        c = self.config
+        if self.causal or c.attention == "full":
+            bias = self.bias(jnp.arange(1 - length, length))
+            return Plan(None, bias, self.causal, c.dropout).seeing(mask, mask)
+        segments = jnp.ones((batch, length), jnp.int32) if mask is None else mask.astype(jnp.int32)
+        side = None if self.side_bias is None else plan_side(self.side_bias, segments, c.global_block)
+        return plan_local(self.bias, segments, c.radius, c.dropout, side)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        valid: Bool[Array, "B T"] | None,
-        source: tuple[Float[Array, "B S D"], Bool[Array, "B S"] | None] | None,
+        mask: Shaped[Array, "B T"] | None,
+        source: tuple[Float[Array, "B S D"], Plan] | None,
         key: Array | None,
     ) -> Float[Array, "B T D"]:
         c, dtype = self.config, jnp.dtype(self.config.compute)
-        plan = self.plan(x.shape[1], valid)
+        plan = self.plan(x.shape[1], mask, len(x))
         keys = (None, None, None) if key is None else tuple(jax.random.split(key, 3))
         x = dropout(x.astype(jnp.float32), c.dropout, keys[0])
+        encoded, cross = source or (None, Plan())
 
         def body(layer: Layer, x: Array, key: Array | None) -> Array:
-            def some_rows(x: Array, valid: Array | None, source: Any, key: Array | None) -> Array:
-                return layer(x, plan._replace(valid=valid), source, c.dropout, dtype, key)
+            def some_rows(x: Array, rows: Any, encoded: Array | None, of_cross: Any, key: Array | None) -> Array:
+                source = None if encoded is None else (encoded, cross.of(of_cross))
+                return layer(x, plan.of(rows), source, c.dropout, dtype, key)
 
-            return by_rows(some_rows, x, key, valid, source)
+            return by_rows(some_rows, x, key, plan.rows(), encoded, cross.rows())
 
         x = run(body, self.layers, x, keys[1], scan=c.scan, remat=c.remat)
         return dropout(self.norm(x, dtype), c.dropout, keys[2])
 
 
 class T5(nnx.Module):
-    """Text in, text out. Token ids are int32; `valid` is True for real tokens, None when all are."""
+    """Text in, text out. Token ids are int32; `valid` is True for real tokens, None when all are.
+
+    Several texts can share a row: `valid` then numbers them 1, 2, … (0 is padding), `target_segments` their targets.
+    """
 
     def __init__(self, config: Config):
         self.embedding = Embedding(config.vocab_size, config.d_model, std=config.factor)
@@ -189,7 +222,7 @@ class T5(nnx.Module):
         self.config = config
 
     def encode(
-        self, ids: Int[Array, "B S"], valid: Bool[Array, "B S"] | None = None, key: Array | None = None
+        self, ids: Int[Array, "B S"], valid: Mask | None = None, key: Array | None = None
     ) -> Float[Array, "B S D"]:
         return self.encoder(self.embedding(ids), valid, None, key)
 
@@ -197,11 +230,13 @@ class T5(nnx.Module):
         self,
         ids: Int[Array, "B T"],
         source: Float[Array, "B S D"],
-        valid: Bool[Array, "B S"] | None = None,
+        valid: Mask | None = None,
         key: Array | None = None,
+        segments: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states that the head turns into logits."""
-        return self.scale(self.decoder(self.embedding(ids), None, (source, valid), key))
+        cross = Plan(rate=self.config.dropout).seeing(segments, valid)
+        return self.scale(self.decoder(self.embedding(ids), segments, (source, cross), key))
 
     def logits(
         self,
@@ -215,7 +250,8 @@ class T5(nnx.Module):
         self,
         input_ids: Int[Array, "B S"],
         labels: Int[Array, "B T"],
-        valid: Bool[Array, "B S"] | None = None,
+        valid: Mask | None = None,
+        target_segments: Int[Array, "B T"] | None = None,
         *,
         smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -226,7 +262,11 @@ class T5(nnx.Module):
         weights = (labels >= 0).astype(jnp.float32)
         labels = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
-        hidden = self.decode(shifted, self.encode(input_ids, valid, keys[0]), valid, keys[1])
+        if target_segments is not None:
+            begins = target_segments != jnp.pad(target_segments[:, :-1], ((0, 0), (1, 0)))
+            shifted = jnp.where(begins, self.config.start_id, shifted)
+        encoded = self.encode(input_ids, valid, keys[0])
+        hidden = self.decode(shifted, encoded, valid, keys[1], target_segments)
         flat = hidden.reshape(-1, hidden.shape[-1])
         sums = cross_entropy(
             flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), smoothing, z_loss
@@ -246,7 +286,11 @@ def flops(config: Config, source: int, target: int) -> float:
     c, inner = config, config.n_heads * config.d_head
     feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
     # Multiply-adds per layer; a query that sees n keys costs 2 · n · inner (scores, then values).
-    encoder = source * (4 * c.d_model * inner + feed_forward + 2 * source * inner)
+    seen, side = source, 0
+    if c.attention != "full":
+        side = source // c.global_block if c.attention == "transient-global" else 0
+        seen = min(source, 2 * c.radius + 1) + side
+    encoder = source * (4 * c.d_model * inner + feed_forward + 2 * seen * inner) + side * 2 * c.d_model * inner
     decoder = target * (6 * c.d_model * inner + feed_forward + 2 * (target + source) * inner)
     decoder += source * 2 * c.d_model * inner
     head = target * c.d_model * c.vocab_size

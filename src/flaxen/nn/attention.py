@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.layers import Linear, keep_mask
 from flaxen.nn.stack import kept
@@ -30,6 +30,23 @@ class Plan(NamedTuple):
     bias: Float[Array, "N R"] | None = None  # R = T + S - 1; entry r is for key - query = r - (T - 1)
     causal: bool = False
     rate: float = 0.0  # dropout of the weights
+    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = (
+        None  # instead of `valid`: queries see keys of theirs
+    )
+
+    def rows(self) -> Any:
+        """What differs from row to row of the batch."""
+        return self.valid, self.segments
+
+    def seeing(self, queries: Array | None, keys: Array | None) -> "Plan":
+        """With a mask of the keys (True for real ones), or with numbers of the segments of both; None is no mask."""
+        if queries is None or keys is None or keys.dtype == bool:
+            return self._replace(valid=keys)
+        return self._replace(segments=(queries, keys))
+
+    def of(self, rows: Any) -> "Plan":
+        """The plan for some rows, out of what `rows` gave."""
+        return self._replace(valid=rows[0], segments=rows[1])
 
 
 class Attention(nnx.Module):
@@ -52,7 +69,7 @@ class Attention(nnx.Module):
         return self.o(y.swapaxes(1, 2))
 
     def __call__(
-        self, x: Float[Array, "B T D"], source: Float[Array, "B S D"], plan: Plan, key: Array | None
+        self, x: Float[Array, "B T D"], source: Float[Array, "B S D"], plan: Any, key: Array | None
     ) -> Float[Array, "B T D"]:
         return self.output(attend(self.query(x), *self.keys_values(source), plan, key))
 
@@ -70,16 +87,17 @@ def attend(
     t_block, s_block = _even(length, block), _even(s, block)
     t_pad, s_pad = -length % t_block, -s % s_block
     valid = jnp.ones((batch, s), bool) if plan.valid is None else plan.valid
+    queries, keys = plan.segments or (jnp.ones((batch, length), jnp.int32), valid.astype(jnp.int32))
     bias = jnp.zeros((n_heads, length + s - 1)) if plan.bias is None else plan.bias
     q = jnp.pad(q, ((0, 0), (0, 0), (0, t_pad), (0, 0)))
     k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, s_pad), (0, 0))) for a in (k, v))
-    mask = jnp.where(jnp.pad(valid, ((0, 0), (0, s_pad))), 0.0, MASKED)
+    segments = (jnp.pad(queries, ((0, 0), (0, t_pad))), jnp.pad(keys, ((0, 0), (0, s_pad))))
     # Padded queries come after the real ones, so the vector of distances grows at its low end.
     bias = jnp.pad(bias, ((0, 0), (t_pad, s_pad)))
     rate = 0.0 if key is None else plan.rate
     seed = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
-    static = _Static(t_block, s_block, plan.causal, plan.bias is not None, rate)
-    return _blockwise(kept(q), kept(k), kept(v), bias, mask, seed, static)[:, :, :length]
+    static = _Static(t_block, s_block, plan.causal, plan.bias is not None, plan.segments is not None, rate)
+    return _blockwise(kept(q), kept(k), kept(v), bias, segments, seed, static)[:, :, :length]
 
 
 def attend_plain(
@@ -99,6 +117,7 @@ class _Static(NamedTuple):
     s_block: int
     causal: bool
     biased: bool
+    segmented: bool
     rate: float
 
 
@@ -107,21 +126,20 @@ def _even(length: int, block: int) -> int:
     return -(-length // -(-length // block))
 
 
-def _each_head(function: Callable[..., Any], static: _Static, *arrays: Array) -> Any:
-    """`function` of each head of each row: on a CPU some at a time, whose blocks of scores fit in the cache as those
-    of all heads would not; all at once elsewhere."""
-    flat = [a.reshape(-1, *a.shape[2:]) for a in arrays]
-    index = jnp.arange(len(flat[0]), dtype=jnp.uint32)
-    together = (
-        max(1, CACHED_SCORES // (static.t_block * static.s_block)) if jax.default_backend() == "cpu" else len(index)
-    )
+def each_head(function: Callable[..., Any], scores: int, arrays: tuple[Any, ...]) -> Any:
+    """function(number, *arrays) of each head of each row, the first two axes: on a CPU some at a time, whose blocks
+    of so many scores fit in the cache as those of all heads would not; all at once elsewhere."""
+    batch = jax.tree.leaves(arrays)[0].shape[:2]
+    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays)
+    index = jnp.arange(batch[0] * batch[1], dtype=jnp.uint32)
+    together = max(1, CACHED_SCORES // scores) if jax.default_backend() == "cpu" else len(index)
     while len(index) % together:
         together -= 1
     if together == 1:
         out = lax.map(lambda xs: function(*xs), (index, *flat))
     else:
         out = lax.map(lambda xs: function(*xs), (index, *flat), batch_size=together)
-    return jax.tree.map(lambda a: a.reshape(*arrays[0].shape[:2], *a.shape[1:]), out)
+    return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), out)
 
 
 def _toeplitz(window: Float[Array, "R"], t: int, s: int) -> Float[Array, "T S"]:
@@ -132,8 +150,9 @@ def _toeplitz(window: Float[Array, "R"], t: int, s: int) -> Float[Array, "T S"]:
 class _Head:
     """One head of one row: its scores in blocks, and their transposes."""
 
-    def __init__(self, index: Array, bias: Array, mask: Array, seed: Array, n_t: int, static: _Static):
-        self.index, self.bias, self.mask, self.seed, self.n_t, self.static = index, bias, mask, seed, n_t, static
+    def __init__(self, index: Array, bias: Array, segments: Any, seed: Array, n_t: int, static: _Static):
+        self.index, self.bias, self.seed, self.n_t, self.static = index, bias, seed, n_t, static
+        self.queries, self.keys = segments
 
     def window(self, i: Array, j: Array) -> Array:
         """Where the distances of block (i, j) begin in the vector of them all."""
@@ -142,8 +161,13 @@ class _Head:
     def offset(self, i: Array, j: Array, transposed: bool) -> Array:
         """Bias and masks of block (i, j): what is added to its products."""
         t, s = self.static.t_block, self.static.s_block
-        hidden = lax.dynamic_slice_in_dim(self.mask, j * s, s)
-        hidden = hidden[:, None] if transposed else hidden[None]
+        keys = lax.dynamic_slice_in_dim(self.keys, j * s, s)
+        keys = keys[:, None] if transposed else keys[None]
+        queries: Array | int = 1
+        if self.static.segmented:
+            mine = lax.dynamic_slice_in_dim(self.queries, i * t, t)
+            queries = mine[None] if transposed else mine[:, None]
+        hidden = jnp.where(keys == queries, 0.0, MASKED)
         if self.static.causal:
             rows, columns = i * t + jnp.arange(t), j * s + jnp.arange(s)
             ahead = columns[:, None] > rows if transposed else columns > rows[:, None]
@@ -159,13 +183,18 @@ class _Head:
         t, s = self.static.t_block, self.static.s_block
         rows, columns = jnp.arange(t, dtype=jnp.uint32), jnp.arange(s, dtype=jnp.uint32)
         index = rows * s + columns[:, None] if transposed else rows[:, None] * s + columns
-        key = jax.random.wrap_key_data(self.seed)
-        for number in (self.index, i, j):
-            key = jax.random.fold_in(key, number)
-        return jnp.where(keep_mask(key, index, self.static.rate), 1.0 / (1.0 - self.static.rate), 0.0)
+        return scaled_keep(self.seed, (self.index, i, j), index, self.static.rate)
 
 
-def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
+def scaled_keep(seed: Array, numbers: tuple[Any, ...], index: Array, rate: float) -> Array:
+    """The dropout mask of the block of weights that `numbers` name, scaled; `index` numbers its entries."""
+    key = jax.random.wrap_key_data(seed)
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return jnp.where(keep_mask(key, index, rate), 1.0 / (1.0 - rate), 0.0)
+
+
+def dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -174,36 +203,37 @@ def _blocks(a: Array, block: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _blockwise(q: Array, k: Array, v: Array, bias: Array, mask: Array, seed: Array, static: _Static) -> Array:
-    return _forward(q, k, v, bias, mask, seed, static)[0]
+def _blockwise(q: Array, k: Array, v: Array, bias: Array, segments: Any, seed: Array, static: _Static) -> Array:
+    return _forward(q, k, v, bias, segments, seed, static)[0]
 
 
-def _spread(bias: Array, mask: Array, like: Array) -> tuple[Array, Array]:
-    """Bias and mask for every head of every row."""
+def _spread(bias: Array, segments: Any, like: Array) -> tuple[Array, Any]:
+    """Bias and segments for every head of every row."""
     shape = like.shape[:2]
-    return jnp.broadcast_to(bias, (*shape, bias.shape[1])), jnp.broadcast_to(mask[:, None], (*shape, mask.shape[1]))
+    every = lambda a: jnp.broadcast_to(a[:, None], (*shape, a.shape[1]))  # noqa: E731
+    return jnp.broadcast_to(bias, (*shape, bias.shape[1])), jax.tree.map(every, segments)
 
 
 def _forward(
-    q: Array, k: Array, v: Array, bias: Array, mask: Array, seed: Array, static: _Static
-) -> tuple[Array, tuple[Array, ...]]:
+    q: Array, k: Array, v: Array, bias: Array, segments: Any, seed: Array, static: _Static
+) -> tuple[Array, tuple[Any, ...]]:
     n_t, n_s = q.shape[2] // static.t_block, k.shape[2] // static.s_block
 
-    def head(index: Array, q: Array, k: Array, v: Array, bias: Array, mask: Array) -> tuple[Array, Array]:
-        here = _Head(index, bias, mask, seed, n_t, static)
+    def head(index: Array, q: Array, k: Array, v: Array, bias: Array, segments: Any) -> tuple[Array, Array]:
+        here = _Head(index, bias, segments, seed, n_t, static)
         ks, vs = _blocks(k, static.s_block), _blocks(v, static.s_block)
 
         def row(i: Array, q: Array) -> tuple[Array, Array]:
             def column(carry: Any, jth: Any) -> tuple[Any, None]:
                 (top, total, acc), (j, k, v) = carry, jth
-                scores = _dot(q, k, (1, 1)) + here.offset(i, j, transposed=False)
+                scores = dot(q, k, (1, 1)) + here.offset(i, j, transposed=False)
                 new_top = jnp.maximum(top, scores.max(axis=1))
                 weights = jnp.exp(scores - new_top[:, None])
                 shrink = jnp.exp(top - new_top)
                 total = total * shrink + weights.sum(axis=1)
                 if static.rate:
                     weights = weights * here.keep(i, j, transposed=False)
-                return (new_top, total, acc * shrink[:, None] + _dot(weights.astype(v.dtype), v, (1, 0))), None
+                return (new_top, total, acc * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))), None
 
             start = (jnp.full(len(q), -jnp.inf), jnp.zeros(len(q)), jnp.zeros(q.shape))
             (top, total, acc), _ = lax.scan(column, start, (jnp.arange(n_s), ks, vs))
@@ -212,22 +242,24 @@ def _forward(
         out, lse = lax.map(lambda xs: row(*xs), (jnp.arange(n_t), _blocks(q, static.t_block)))
         return out.reshape(q.shape), lse.reshape(-1)
 
-    out, lse = (kept(a) for a in _each_head(head, static, q, k, v, *_spread(bias, mask, q)))
-    return out, (q, k, v, bias, mask, seed, out, lse)
+    out, lse = (
+        kept(a) for a in each_head(head, static.t_block * static.s_block, (q, k, v, *_spread(bias, segments, q)))
+    )
+    return out, (q, k, v, bias, segments, seed, out, lse)
 
 
-def _backward(static: _Static, residuals: tuple[Array, ...], g: Array) -> tuple[Array | None, ...]:
+def _backward(static: _Static, residuals: tuple[Any, ...], g: Array) -> tuple[Array | None, ...]:
     """Scores are made again, transposed: then every product but one runs along rows, which CPUs do twice as fast."""
-    q, k, v, bias, mask, seed, out, lse = residuals
+    q, k, v, bias, segments, seed, out, lse = residuals
     t, s = static.t_block, static.s_block
     n_t, n_s = q.shape[2] // t, k.shape[2] // s
     delta = jnp.einsum("BNTH,BNTH->BNT", g, out, preferred_element_type=jnp.float32)
     gather = jax.linear_transpose(lambda w: _toeplitz(w[::-1], s, t), jax.ShapeDtypeStruct((t + s - 1,), jnp.float32))
 
     def head(
-        index: Array, q: Array, k: Array, v: Array, g: Array, lse: Array, delta: Array, bias: Array, mask: Array
+        index: Array, q: Array, k: Array, v: Array, g: Array, lse: Array, delta: Array, bias: Array, segments: Any
     ) -> Any:
-        here = _Head(index, bias, mask, seed, n_t, static)
+        here = _Head(index, bias, segments, seed, n_t, static)
         ks, vs = _blocks(k, s), _blocks(v, s)
         kts = lax.optimization_barrier(ks.swapaxes(1, 2))
 
@@ -236,21 +268,21 @@ def _backward(static: _Static, residuals: tuple[Array, ...], g: Array) -> tuple[
 
             def column(carry: Any, jth: Any) -> tuple[Any, tuple[Array, Array]]:
                 (dq, dbias), (j, k, kt, v, dk, dv) = carry, jth
-                weights = jnp.exp(_dot(k, q, (1, 1)) + here.offset(i, j, transposed=True) - lse)  # [s, t]
-                dweights = _dot(v, g, (1, 1))
+                weights = jnp.exp(dot(k, q, (1, 1)) + here.offset(i, j, transposed=True) - lse)  # [s, t]
+                dweights = dot(v, g, (1, 1))
                 kept = weights
                 if static.rate:
                     keep = here.keep(i, j, transposed=True)
                     kept, dweights = weights * keep, dweights * keep
-                dv = dv + _dot(kept.astype(g.dtype), g, (1, 0))
+                dv = dv + dot(kept.astype(g.dtype), g, (1, 0))
                 dscores = weights * (dweights - delta)
                 if static.biased:
                     at = here.window(i, j)
                     more = lax.dynamic_slice_in_dim(dbias, at, t + s - 1) + gather(dscores)[0]
                     dbias = lax.dynamic_update_slice_in_dim(dbias, more, at, 0)
                 dscores = dscores.astype(q.dtype)
-                dk = dk + _dot(dscores, q, (1, 0))
-                return (dq + _dot(kt, dscores, (1, 0)), dbias), (dk, dv)
+                dk = dk + dot(dscores, q, (1, 0))
+                return (dq + dot(kt, dscores, (1, 0)), dbias), (dk, dv)
 
             blocks = (jnp.arange(n_s), ks, kts, vs, dks, dvs)
             (dq, dbias), (dks, dvs) = lax.scan(column, (jnp.zeros(q.shape[::-1]), dbias), blocks)
@@ -261,8 +293,9 @@ def _backward(static: _Static, residuals: tuple[Array, ...], g: Array) -> tuple[
         (dks, dvs, dbias), dqs = lax.scan(row, start, rows)
         return dqs.reshape(q.shape), dks.reshape(k.shape).astype(k.dtype), dvs.reshape(v.shape).astype(v.dtype), dbias
 
-    dq, dk, dv, dbias = _each_head(head, static, q, k, v, g, lse, delta, *_spread(bias, mask, q))
-    return dq, dk, dv, dbias.sum(axis=0), jnp.zeros_like(mask), None
+    arrays = (q, k, v, g, lse, delta, *_spread(bias, segments, q))
+    dq, dk, dv, dbias = each_head(head, t * s, arrays)
+    return dq, dk, dv, dbias.sum(axis=0), None, None
 
 
 _blockwise.defvjp(_forward, _backward)

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flaxen.data import readers as module
-from flaxen.data.readers import TextFiles, find_files
+from flaxen.data import files, tables
+from flaxen.data.files import find_files
+from flaxen.data.text_files import TextFiles
 from flaxen.errors import InputError
 
 ODD = "a\u2028b\x85c\x0bd\x0ce\x1cf"  # str.splitlines splits at each of these
@@ -27,6 +28,11 @@ def read(path: Path, content: bytes | str, **options: Any) -> list[str]:
     content = content.encode() if isinstance(content, str) else content
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return list(source(path, **options).texts())
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for module in (files, tables):
+        monkeypatch.setattr(module, "BLOCK", size)
 
 
 def table(path: Path, **columns: Any) -> Path:
@@ -50,7 +56,7 @@ def test_paragraphs(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 64])
 def test_the_size_of_blocks_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(module, "BLOCK", block)
+    small_blocks(monkeypatch, block)
     assert read(tmp_path / "a.txt", "\ufeffé1\r\n€\r\r\n𝄞\n\rz") == ["é1", "€", "𝄞", "z"]
     rows = [{"text": "é [1, {"}, {"text": 'a "]" b\n', "n": 1.5e3, "ok": True}, {"text": None}, {"text": "z" * 50}]
     expected = [row["text"] for row in rows if row["text"]]
@@ -72,7 +78,7 @@ def test_files_come_in_order(tmp_path: Path) -> None:
 
 
 def test_a_long_line_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 4096)  # many blocks: joining them one by one would move 50 GB
+    small_blocks(monkeypatch, 4096)  # many blocks: joining them one by one would move 50 GB
     started = time.process_time()
     words = b"word " * 4_000_000
     assert read(tmp_path / "a.txt", words) == [words.decode()]
@@ -148,7 +154,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert list(source(path, column="second").texts()) == ["x", "y", "z"]
     with pytest.raises(InputError, match=r"b\.parquet: no column 'secnd'; there are: first, second, n; did you mean"):
         list(source(path, column="secnd").texts())
-    with pytest.raises(InputError, match="expected text in column 'n', got int64 in row 1"):
+    with pytest.raises(InputError, match="row 1: expected text in column 'n', got int 1"):
         list(source(path, column="n").texts())
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=r"b\.parquet is no whole Parquet file.*fetch it again"):

@@ -1,0 +1,188 @@
+"""LongT5 against transformers' torch, live, over lengths, radii and block sizes; packed rows against separate ones."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import SMALL, Reference, random_batch, shaken, torch_generate
+from transformers.models.longt5 import modeling_longt5
+
+import flaxen
+from flaxen.hf import t5 as hf_t5
+from flaxen.hf import weightmap
+from flaxen.models.t5 import PRESETS, T5, Config
+from flaxen.nn.param import initialise
+from flaxen.tree import leaves
+
+# (attention, radius, block size, length, gated, tied)
+CASES = [
+    ("local", 3, 16, 1, False, True),
+    ("local", 3, 16, 700, True, False),
+    ("local", 31, 16, 200, False, True),
+    ("local", 127, 16, 300, True, True),
+    ("transient-global", 3, 2, 61, False, True),
+    ("transient-global", 5, 3, 131, True, True),
+    ("transient-global", 15, 16, 9, True, False),  # shorter than a block of side tokens
+    ("transient-global", 31, 8, 257, False, False),
+    ("transient-global", 100, 12, 450, True, False),
+    ("transient-global", 127, 16, 700, True, False),
+]
+
+
+def close(ours: object, theirs: object, tolerance: float) -> None:
+    ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+    assert ours.shape == theirs.shape
+    scale = np.abs(theirs).max()
+    np.testing.assert_allclose(ours / scale, theirs / scale, rtol=0, atol=tolerance)
+
+
+def exact_block_ids(mask: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What transformers' function is meant to give: it adds up 1 / size in f32, and for sizes such as 3 floor() of
+    that is one too low at some block borders. Rows are padded at their end here, as everywhere in these tests."""
+    length = mask.shape[1]
+    real = mask.sum(dim=1, keepdim=True)
+    ids = torch.minimum(torch.arange(length) // size, real // size - 1)
+    ids = torch.where((mask > 0) & (real >= size), ids, -1)
+    live = torch.arange(length // size) < real // size
+    return ids.int(), live.int()
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
+def longt5(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Reference, int]:
+    attention, radius, size, length, gated, tied = request.param
+    if size & (size - 1):
+        monkeypatch.setattr(modeling_longt5, "_make_global_fixed_block_ids", exact_block_ids)
+    config = transformers.LongT5Config(
+        **SMALL,
+        encoder_attention_type=attention,
+        local_radius=radius,
+        global_block_size=size,
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    model = transformers.LongT5ForConditionalGeneration(config).eval()
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+    shaken(model).save_pretrained(tmp_path)
+    return Reference(model, tmp_path), length
+
+
+def test_logits_loss_gradients_and_tokens_equal_torch(longt5: tuple[Reference, int]) -> None:
+    reference, length = longt5
+    ids, valid, labels = random_batch(reference.vocab, length, rows=3, source=length)
+    torch_batch = {
+        "input_ids": torch.tensor(ids).long(),
+        "attention_mask": torch.tensor(valid).long(),
+        "labels": torch.tensor(labels).long(),
+    }
+    reference.model.zero_grad()
+    theirs = reference.model(**torch_batch)
+    theirs.loss.backward()
+    pretrained = flaxen.load(reference.directory)
+    decoder = np.pad(np.maximum(labels, 0)[:, :-1], ((0, 0), (1, 0)))
+    close(pretrained.logits(ids, decoder, valid), theirs.logits.detach(), 2e-5)
+
+    ours, grads = jax.value_and_grad(lambda model: model.loss(*map(jnp.asarray, (ids, labels, valid)))[0])(
+        pretrained.model
+    )
+    np.testing.assert_allclose(float(ours), theirs.loss.item(), rtol=1e-5)
+    named = weightmap.save(grads, hf_t5.rows(pretrained.config))
+    expected = {name: p.grad for name, p in reference.model.named_parameters()}
+    assert named.keys() == expected.keys()
+    for name, gradient in named.items():
+        if expected[name] is None or not expected[name].any():  # one key, or side tokens that no row has
+            np.testing.assert_allclose(gradient, 0.0, atol=1e-7)
+        else:
+            close(gradient, expected[name], 1e-4)
+
+    prompts = [row[ok].tolist() for row, ok in zip(ids, valid)]
+    for beams in (1, 4):
+        tokens, _ = torch_generate(reference, prompts, max_new_tokens=8, num_beams=beams)
+        ours = pretrained.generate(prompts, batch_size=3, max_new_tokens=8, num_beams=beams)
+        assert [one.tokens for one in ours] == tokens
+
+
+def test_files_load_both_ways(longt5: tuple[Reference, int], tmp_path: Path) -> None:
+    reference, _ = longt5
+    pretrained = flaxen.load(reference.directory)
+    pretrained.save(tmp_path / "ours")
+    back = transformers.LongT5ForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    for name, tensor in reference.model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    again = flaxen.load(tmp_path / "ours")
+    assert again.config == pretrained.config
+    for name, leaf in leaves(again.model).items():
+        np.testing.assert_array_equal(leaf, leaves(pretrained.model)[name])
+
+
+LONG = Config(
+    vocab_size=50, d_model=16, d_head=4, d_ff=24, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8,
+    max_distance=20, radius=7, global_block=4, dropout=0.0, family="longt5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["full", "local", "transient-global"])
+def test_packed_rows_equal_separate_rows(attention: str) -> None:
+    """Loss and every gradient of five pairs: alone in rows of their own, and two or three to a row."""
+    model = initialise(T5(dataclasses.replace(LONG, attention=attention)), 0)
+    draw = np.random.default_rng(0)
+    pairs = [
+        (draw.integers(2, 50, n).astype(np.int32), draw.integers(2, 50, m).astype(np.int32))
+        for n, m in ((30, 9), (3, 1), (17, 12), (24, 4), (9, 7))
+    ]
+
+    def batch(rows: list[list[int]]) -> tuple[jax.Array, ...]:
+        sides = []
+        for side in (0, 1):
+            width = max(sum(len(pairs[i][side]) for i in row) for row in rows) + 3
+            ids, numbers = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.int32)
+            for r, row in enumerate(rows):
+                joined = np.concatenate([pairs[i][side] for i in row])
+                ids[r, : len(joined)] = joined
+                numbers[r, : len(joined)] = np.repeat(np.arange(1, len(row) + 1), [len(pairs[i][side]) for i in row])
+            sides.append((jnp.asarray(ids), jnp.asarray(numbers)))
+        (ids, segments), (labels, target_segments) = sides
+        return ids, jnp.where(target_segments > 0, labels, -1), segments, target_segments
+
+    def loss(model: T5, ids: jax.Array, labels: jax.Array, segments: jax.Array, targets: jax.Array | None) -> jax.Array:
+        return model.loss(ids, labels, segments if targets is not None else segments > 0, targets)[0]
+
+    packed = batch([[0, 1], [2, 3, 4]])
+    ids, labels, segments, _ = batch([[0], [1], [2], [3], [4]])
+    value, grads = jax.value_and_grad(loss)(model, *packed)
+    alone, alone_grads = jax.value_and_grad(loss)(model, ids, labels, segments, None)
+    np.testing.assert_allclose(value, alone, rtol=1e-6)
+    for name, gradient in leaves(grads).items():
+        close(gradient, leaves(alone_grads)[name], 1e-5)
+
+
+@pytest.mark.parametrize("attention", ["local", "transient-global"])
+def test_padding_changes_nothing(attention: str) -> None:
+    """On either side. (In transformers, padding in front moves the blocks of side tokens.)"""
+    pretrained = flaxen.create(dataclasses.replace(LONG, attention=attention), 1)
+    ids, _, labels = random_batch(50, 3, rows=1, source=37)
+    decoder = np.maximum(labels, 0)
+    alone = pretrained.logits(ids, decoder)
+    for front, behind in ((0, 5), (6, 0), (9, 100)):
+        padded = np.pad(ids, ((0, 0), (front, behind)))
+        valid = np.pad(np.ones_like(ids, bool), ((0, 0), (front, behind)))
+        close(pretrained.logits(padded, decoder, valid), alone, 1e-5)
+
+
+def test_presets_are_the_hub_s_sizes() -> None:
+    base = PRESETS["long-t5-tglobal-base"]
+    assert (base.d_model, base.d_ff, base.n_layers, base.n_heads, base.attention) == (
+        768,
+        2048,
+        12,
+        12,
+        "transient-global",
+    )
+    assert (base.radius, base.global_block, base.family) == (127, 16, "longt5")
+    assert PRESETS["long-t5-local-large"].attention == "local"

@@ -1,0 +1,187 @@
+"""Local and transient-global attention against attention over all keys with the same mask: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxen.nn import local
+from flaxen.nn.attention import MASKED, Plan, attend, attend_plain
+from flaxen.nn.local import LocalPlan, Side, attend_local, block_sums, plan_local, plan_side
+from flaxen.nn.param import initialise
+from flaxen.nn.position import RelativeBias
+
+N, H = 3, 8
+
+
+def relative(seed: int) -> RelativeBias:
+    return initialise(RelativeBias(N, 8, 20, True, 1.0), seed)
+
+
+def random_case(length: int, n_side: int, seed: int = 0) -> tuple[jax.Array, ...]:
+    draw = np.random.default_rng(seed)
+    return tuple(
+        jnp.asarray(draw.standard_normal((2, N, n, H)), jnp.float32)
+        for n in (length, length, length, length, n_side, n_side)
+    )
+
+
+def segments_of(*rows: list[int]) -> jax.Array:
+    """[[3, 2], [4]] -> rows 1 1 1 2 2 and 1 1 1 1 0."""
+    length = max(map(sum, rows))
+    numbered = [np.repeat(np.arange(1, len(row) + 1), row) for row in rows]
+    return jnp.asarray([np.pad(row, (0, length - len(row))) for row in numbered], jnp.int32)
+
+
+def plain(q, k, v, bias, side_bias, plan: LocalPlan, radius: int, side=None):
+    """The same by the book: one row of scores over all tokens and all side tokens."""
+    length = q.shape[2]
+    distance = jnp.arange(length) - jnp.arange(length)[:, None]
+    seen = (jnp.abs(distance) <= radius) & (plan.segments[:, :, None] == plan.segments[:, None])
+    offset = bias(distance)[None] + jnp.where(seen, 0.0, MASKED)[:, None]
+    if side is not None:
+        assert plan.side is not None
+        away = jnp.arange(plan.side.owner.shape[1]) - jnp.maximum(plan.side.block, 0)[..., None]
+        mine = plan.segments[:, :, None] == plan.side.owner[:, None]
+        far = jnp.moveaxis(side_bias(away), 0, 1) + jnp.where(mine, 0.0, MASKED)[:, None]
+        k, v = (jnp.concatenate(pair, axis=2) for pair in zip((k, v), side))
+        offset = jnp.concatenate([offset, far], axis=3)
+    return attend_plain(q, k.swapaxes(2, 3), v, offset)
+
+
+SEGMENTS = {
+    "whole": ([70], [70]),
+    "padded": ([70], [33]),
+    "short": ([5], [1]),
+    "long": ([300], [211]),
+    "packed": ([20, 7, 43], [3, 50, 9]),
+    "one": ([1], [1]),
+    "empty row": ([70], []),
+}
+
+
+@pytest.mark.parametrize("case", SEGMENTS)
+@pytest.mark.parametrize(("radius", "size"), [(3, None), (40, None), (3, 2), (9, 4), (40, 7), (127, 16), (5, 1)])
+def test_blocks_are_plain_attention(case: str, radius: int, size: int | None) -> None:
+    segments = segments_of(*SEGMENTS[case])
+    bias, side_bias = relative(1), relative(2)
+    n_side = segments.shape[1] // size if size else 0
+    q, k, v, g, *side = random_case(segments.shape[1], n_side)
+    g = g * (segments > 0)[:, None, :, None]  # what padding says is never used
+
+    def ours(q, k, v, bias, side_bias, *side):
+        found = plan_side(side_bias, segments, size) if size else None
+        plan = plan_local(bias, segments, radius, 0.0, found)
+        return attend_local(q, k, v, plan, None, side if found is not None else None)
+
+    def theirs(q, k, v, bias, side_bias, *side):
+        found = plan_side(side_bias, segments, size) if size else None
+        plan = plan_local(bias, segments, radius, 0.0, found)
+        return plain(q, k, v, bias, side_bias, plan, radius, side if found is not None else None)
+
+    inputs = (q, k, v, bias, side_bias, *side)
+    (mine, back), (other, other_back) = jax.vjp(ours, *inputs), jax.vjp(theirs, *inputs)
+    real = np.asarray(segments > 0)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))  # noqa: E731
+    close(jnp.moveaxis(mine, 2, 1)[real], jnp.moveaxis(other, 2, 1)[real])
+    for a, b in zip(jax.tree.leaves(back(g)), jax.tree.leaves(other_back(g))):
+        if a.size:
+            close(a, b)
+
+
+def test_a_wide_band_is_full_attention() -> None:
+    q, k, v, *_ = random_case(90, 0)
+    bias, valid = relative(1), jnp.arange(90) < jnp.array([[90], [41]])
+    wide = attend_local(q, k, v, plan_local(bias, valid.astype(jnp.int32), 90, 0.0))
+    full = attend(q, k, v, Plan(valid, bias(jnp.arange(-89, 90))))
+    np.testing.assert_allclose(wide[0], full[0], atol=1e-5)
+    np.testing.assert_allclose(wide[1, :, :41], full[1, :, :41], atol=1e-5)
+
+
+def test_side_tokens_that_nobody_sees_change_nothing() -> None:
+    q, k, v, _, *side = random_case(90, 5)
+    segments = segments_of([90], [60])
+    found = plan_side(relative(2), segments, 16)
+    assert found is not None
+    hidden = found._replace(owner=jnp.full_like(found.owner, 7))
+    plan = plan_local(relative(1), segments, 11, 0.0)
+    without = attend_local(q, k, v, plan)
+    np.testing.assert_allclose(attend_local(q, k, v, plan._replace(side=hidden), None, tuple(side)), without, atol=1e-6)
+    assert not np.allclose(attend_local(q, k, v, plan._replace(side=found), None, tuple(side)), without, atol=1e-2)
+
+
+def test_blocks_of_side_tokens() -> None:
+    """Whole blocks from the start of each segment; the rest joins the last one; short segments have none."""
+    segments = segments_of([10, 3, 4], [17])
+    side = plan_side(relative(0), segments, 4)
+    assert side is not None
+    np.testing.assert_array_equal(side.block[0], [0] * 4 + [1] * 6 + [-1] * 3 + [2] * 4)
+    np.testing.assert_array_equal(side.block[1], [0] * 4 + [1] * 4 + [2] * 4 + [3] * 5)
+    np.testing.assert_array_equal(side.owner, [[1, 1, 3, 0], [1, 1, 1, 1]])
+    x = jnp.ones((2, 17, 5))
+    np.testing.assert_array_equal(block_sums(x, side)[..., 0], [[4, 6, 4, 0], [4, 4, 4, 5]])
+    assert plan_side(relative(0), segments_of([3], [2]), 4) is None
+
+
+def test_padding_in_front_moves_nothing() -> None:
+    """A text has the same blocks wherever it stands in its row."""
+    late = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1, 1, 0]], jnp.int32)
+    side = plan_side(relative(0), late, 3)
+    assert side is not None
+    np.testing.assert_array_equal(side.block[0], [-1, -1, -1, 0, 0, 0, 1, 1, 1, -1])
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_dropout_is_the_same_in_forward_and_backward(size: int | None) -> None:
+    """The function is linear in v, so its derivative along v is the function itself; and a numeric one along q."""
+    segments = segments_of([90], [70])
+    q, k, v, _, *side = random_case(90, 90 // size if size else 0)
+    found = plan_side(relative(2), segments, size) if size else None
+    plan, key = plan_local(relative(1), segments, 11, 0.5, found), jax.random.key(3)
+
+    def f(q, v, side_v):
+        return attend_local(q, k, v, plan, key, (side[0], side_v) if size else None)
+
+    out, back = jax.vjp(lambda *vs: f(q, *vs), v, side[1])
+    np.testing.assert_allclose(
+        jnp.vdot(out, out), sum(jnp.vdot(d, x) for d, x in zip(back(out), (v, side[1]))), rtol=1e-5
+    )
+    assert not np.allclose(out, attend_local(q, k, v, plan, None, tuple(side) if size else None), atol=1e-2)
+    direction = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
+    h = lambda e: f(q + e * direction, v, side[1]).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(h)(0.0), (h(1e-2) - h(-1e-2)) / 2e-2, rtol=1e-2)
+
+
+def test_bfloat16_over_16k_tokens_and_empty_rows() -> None:
+    """No NaN, in values or gradients, and near the f32 result."""
+    draw = np.random.default_rng(0)
+    length, size = 16_384, 16
+    q, k, v = (jnp.asarray(draw.standard_normal((2, 1, length, H)), jnp.float32) for _ in range(3))
+    side = tuple(jnp.asarray(draw.standard_normal((2, 1, length // size, H)), jnp.float32) for _ in range(2))
+    segments = jnp.asarray([[1] * length, [0] * length], jnp.int32)
+    bias = [initialise(RelativeBias(1, 8, 20, True, 1.0), seed) for seed in (1, 2)]
+    plan = plan_local(bias[0], segments, 127, 0.0, plan_side(bias[1], segments, size))
+
+    def f(q, k, v, *side):
+        return attend_local(q, k, v, plan, None, side)
+
+    exact = f(q, k, v, *side)
+    out, back = jax.vjp(f, *(a.astype(jnp.bfloat16) for a in (q, k, v, *side)))
+    assert out.dtype == jnp.bfloat16
+    for leaf in (out, *back(jnp.ones_like(out))):
+        assert jnp.isfinite(leaf).all()
+    np.testing.assert_allclose(out[0].astype(jnp.float32), exact[0], atol=0.06)
+
+
+def test_few_side_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of one block may be part of several side tokens: with blocks of other lengths too."""
+    segments = segments_of([37, 41, 12], [90])
+    q, k, v, _, *side = random_case(90, 30)
+    results = []
+    for block in (5, 16, 64):
+        monkeypatch.setattr(local, "BLOCK", block)
+        plan = plan_local(relative(1), segments, 6, 0.0, plan_side(relative(2), segments, 3))
+        results.append(attend_local(q, k, v, plan, None, tuple(side)))
+    np.testing.assert_allclose(results[0], results[2], atol=1e-5)
+    np.testing.assert_allclose(results[1], results[2], atol=1e-5)
+    assert isinstance(plan.side, Side)
