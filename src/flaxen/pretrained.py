@@ -14,9 +14,10 @@ import numpy as np
 
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError
-from flaxen.generate.batches import batches, bucket
-from flaxen.generate.options import Options, make_options
-from flaxen.generate.search import Beams, advance, begin, ended
+from flaxen.generate.batches import batches
+from flaxen.generate.options import make_options
+from flaxen.generate.run import Generator
+from flaxen.generate.search import ended
 from flaxen.hf import files, t5, weightmap
 from flaxen.models.t5 import T5, Config, Decoding
 from flaxen.nn.param import initialise
@@ -58,26 +59,24 @@ class Pretrained:
 
     def generate(self, prompts: Prompts, *, batch_size: int = 16, **options: Any) -> list[Generated]:
         """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`."""
-        chosen = self._options(options)
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
-        found: list[Generated] = []
-        for rows, ids, valid in batches(self.encode(prompts), batch_size, self.config.pad_id):
-            search = self._advance(self._begin(rows, ids, valid, chosen), chosen.max_new_tokens, chosen)
-            found += self._collect(search, rows, chosen)
-        return sorted(found, key=lambda one: one.index)
+        decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
+        outputs = self._generator(options).outputs(self.encode(prompts), batch_size)
+        return [Generated(decode(one.tokens), *one) for one in sorted(outputs, key=lambda one: one.prompt)]
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
         """The text of one output, piece by piece as it is made."""
-        chosen = self._options(options)
+        generator = self._generator(options)
+        chosen = generator.options
         if chosen.beams != 1:
             raise InputError("a stream has one sequence: leave num_beams and num_return_sequences at 1")
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer; use generate() with ids")
         ((rows, ids, valid),) = batches(self.encode([prompt]), 1, self.config.pad_id)
-        search, said = self._begin(rows, ids, valid, chosen), ""
+        search, said = generator.begin(rows, ids, valid), ""
         for n in range(1, chosen.max_new_tokens + 1):
-            search = self._advance(search, n, chosen)
+            search = generator.advance(search, n)
             over = bool(ended(search, chosen)) or n == chosen.max_new_tokens
             text = self.tokenizer.decode(np.asarray(search.tokens[0, 0, 1 : n + 1]).tolist())
             # A character may be half there: hold it back until its last byte has come.
@@ -118,13 +117,14 @@ class Pretrained:
             for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
                 (fresh / name).write_bytes(content)
 
-    def _options(self, given: dict[str, Any]) -> Options:
-        chosen = make_options(given, self.generation)
-        forced = (chosen.forced_bos_token_id, chosen.forced_eos_token_id)
-        for one in (*forced, *(chosen.eos_token_id or ()), *(i for word in chosen.bad_words_ids for i in word)):
+    def _generator(self, given: dict[str, Any]) -> Generator:
+        options = make_options(given, self.generation)
+        forced = (options.forced_bos_token_id, options.forced_eos_token_id)
+        for one in (*forced, *(options.eos_token_id or ()), *(i for word in options.bad_words_ids for i in word)):
             if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
-        return chosen
+        eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
+        return Generator(Decoding, self.model, options, self.config.pad_id, eos)
 
     def _checked(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:
         try:
@@ -139,32 +139,6 @@ class Pretrained:
             wrong = array.min() if array.min() < 0 else array.max()
             raise InputError(f"{what}: id {wrong} is not in 0 … {self.config.vocab_size - 1}, the model's vocabulary")
         return array.astype(np.int32)
-
-    def _begin(self, rows: np.ndarray, ids: np.ndarray, valid: np.ndarray, options: Options) -> Any:
-        room, inputs = bucket(options.max_new_tokens), (jnp.asarray(ids), jnp.asarray(valid))
-        return begin(Decoding, self.model, inputs, jnp.asarray(rows), room, options.static(), self.config.pad_id)
-
-    def _advance(self, search: Any, until: int, options: Options) -> Any:
-        numbers = {name: jnp.asarray(value) for name, value in options.numbers().items()}
-        pad, eos, limit = self.config.pad_id, self._eos(options), jnp.asarray(until)
-        return advance(Decoding, self.model, search, limit, numbers, options.static(), eos, pad)
-
-    def _eos(self, options: Options) -> tuple[int, ...]:
-        return self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-
-    def _collect(self, search: Any, rows: np.ndarray, options: Options) -> list[Generated]:
-        beam = isinstance(search, Beams)
-        tokens = np.asarray(search.finished_tokens if beam else search.tokens)[:, :, 1:]
-        logprobs = np.asarray(search.finished_logprobs if beam else search.logprobs)[:, :, 1:]
-        scores = np.asarray(search.finished_scores if beam else logprobs.sum(axis=-1))
-        outputs = []
-        for row in np.flatnonzero(rows >= 0):
-            for ids, log, score in zip(*(a[row, : options.num_return_sequences] for a in (tokens, logprobs, scores))):
-                ends = np.flatnonzero(np.isin(ids, self._eos(options)))
-                n = min(ends[0] + 1 if len(ends) else len(ids), options.max_new_tokens)
-                text = self.tokenizer.decode(ids[:n].tolist()) if self.tokenizer else None
-                outputs.append(Generated(text, ids[:n].tolist(), log[:n].tolist(), float(score), int(rows[row])))
-        return outputs
 
 
 @jax.jit

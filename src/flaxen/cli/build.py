@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flaxen.cli.settings import Settings, Start
+from flaxen.cli.settings import DenoiseSettings, Seq2SeqSettings, Settings, Start
+from flaxen.data.pair_store import open_pairs
 from flaxen.data.store import open_corpus
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
@@ -16,6 +17,8 @@ from flaxen.models.t5 import PRESETS, T5, Config
 from flaxen.nn.param import initialise
 from flaxen.pretrained import Pretrained, cache_compilations, load, read_config
 from flaxen.tasks.denoise import Denoise
+from flaxen.tasks.seq2seq import Seq2Seq
+from flaxen.train.optim import frozen
 from flaxen.train.step import Stepper
 from flaxen.tree import leaves, map_leaves
 
@@ -26,7 +29,7 @@ class Built:
 
     config: Config
     tokenizer: Tokenizer
-    task: Denoise
+    task: Denoise | Seq2Seq
     stepper: Stepper
     initial: Callable[[], T5]  # the weights to start from, made when they are needed
     generation: dict[str, Any]  # generation_config.json of the checkpoint it starts from
@@ -44,13 +47,21 @@ def build(settings: Settings) -> Built:
     cache_compilations()
     config, tokenizer, generation = start(settings.model)
     initial = partial(_initial, settings.model, config, settings.training.seed)
-    train, validation = open_corpus(settings.data, tokenizer)
-    task = Denoise(config, settings.objective, tokenizer, train, validation, settings.training.seed)
+    task = make_task(settings, config, tokenizer)
     stepper = Stepper(task, settings.optimizer, settings.schedule, settings.training)
-    parts = {"training_data": train, "validation_data": validation}
-    facts: dict[str, Any] = {name: f"{p.store.digest}[{p.first}:{p.last}]" for name, p in parts.items()}
-    facts |= {"steps": stepper.steps, "example": task.lengths._asdict(), "model": dataclasses.asdict(config)}
+    frozen(settings.optimizer, T5(config))  # globs that match nothing fail now
+    facts = task.facts | {"steps": stepper.steps, "model": dataclasses.asdict(config)}
     return Built(config, tokenizer, task, stepper, initial, generation, facts)
+
+
+def make_task(settings: Settings, config: Config, tokenizer: Tokenizer) -> Denoise | Seq2Seq:
+    """The data of a run, joined to its model."""
+    seed = settings.training.seed
+    if isinstance(settings, DenoiseSettings):
+        return Denoise(config, settings.objective, tokenizer, *open_corpus(settings.data, tokenizer), seed)
+    assert isinstance(settings, Seq2SeqSettings)
+    pairs = open_pairs(settings.data, tokenizer)
+    return Seq2Seq(config, settings.objective, settings.writing, tokenizer, *pairs, seed)
 
 
 def start(model: Start) -> tuple[Config, Tokenizer, dict[str, Any]]:

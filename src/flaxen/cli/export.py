@@ -21,14 +21,12 @@ class Export:
         import jax
 
         from flaxen.cli.build import build
-        from flaxen.cli.recipe import from_dict
-        from flaxen.cli.settings import Settings
+        from flaxen.cli.settings import of_run
         from flaxen.errors import InputError
         from flaxen.train.checkpoint import Checkpoints
-        from flaxen.train.run import read_config
 
         path = self.run_directory
-        settings = from_dict(Settings, read_config(path), str(path / "config.toml"))
+        settings = of_run(path)
         checkpoints = Checkpoints(path / "checkpoints", read_only=True)
         if not checkpoints.steps:
             raise InputError(f"{path} has no checkpoint yet")

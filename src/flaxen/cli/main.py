@@ -9,28 +9,31 @@ import tyro
 
 from flaxen.cli import recipe
 from flaxen.cli.demo import Demo
-from flaxen.cli.evaluate import EvalDenoise
+from flaxen.cli.evaluate import EvalDenoise, EvalSeq2Seq
 from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
 from flaxen.cli.info import Info
-from flaxen.cli.preview import Preview
+from flaxen.cli.preview import PreviewDenoise, PreviewSeq2Seq
 from flaxen.cli.replay import Replay
-from flaxen.cli.train import TrainDenoise
+from flaxen.cli.train import TrainDenoise, TrainSeq2Seq
 from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError
 
 COMMANDS = {
     "demo": Demo,
     "vocab": Vocab,
-    "preview": Preview,
+    "preview seq2seq": PreviewSeq2Seq,
+    "preview": PreviewDenoise,
     "train denoise": TrainDenoise,
+    "train seq2seq": TrainSeq2Seq,
     "eval denoise": EvalDenoise,
+    "eval seq2seq": EvalSeq2Seq,
     "replay": Replay,
     "export": Export,
     "generate": Generate,
     "info": Info,
 }
-ABOUT = """T5, mT5 and ByT5 in JAX: train, evaluate, generate; Hugging Face checkpoints in and out.
+ABOUT = """T5, mT5, ByT5 and LongT5 in JAX: train, evaluate, generate; Hugging Face checkpoints in and out.
 
 Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1."""
 

@@ -1,46 +1,55 @@
-"""flaxen preview: what the model will see, before any training."""
+"""flaxen preview [seq2seq]: what the model will see, before any training."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from flaxen.cli.settings import Start
-from flaxen.data.corpus import Corpus
-from flaxen.tasks.objective import Objective
+import tyro
+
+from flaxen.cli.settings import DenoiseSettings, Seq2SeqSettings, Settings
+from flaxen.train.settings import Optimizer, Schedule, Tracking
 
 
 @dataclass(frozen=True)
-class Preview:
+class Preview(Settings):
     """Show decoded training examples, and how many there are."""
 
-    model: Start
-    data: Corpus = field(default_factory=Corpus)
-    objective: Objective = field(default_factory=Objective)
+    # No flags, but in recipes: they change nothing that is shown.
+    out: tyro.conf.Suppress[Path] = Path()
+    optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)
+    schedule: tyro.conf.Suppress[Schedule] = field(default_factory=Schedule)
+    tracking: tyro.conf.Suppress[Tracking] = field(default_factory=Tracking)
+    recipe: Path | None = None
+    """TOML file with settings; flags come before it. See recipes/."""
     examples: int = 3
     """How many to show."""
     step: int = 0
     """Of which batch."""
-    seed: int = 0
 
     def run(self, given: set[str]) -> None:
         from rich.console import Console
 
-        from flaxen.cli.build import start
-        from flaxen.data.store import open_corpus
-        from flaxen.tasks.denoise import Denoise
+        from flaxen.cli.build import make_task, start
 
         config, tokenizer, _ = start(self.model)
-        task = Denoise(config, self.objective, tokenizer, *open_corpus(self.data, tokenizer), self.seed)
-        console, n = Console(soft_wrap=True, highlight=False, emoji=False), task.lengths
-        console.print(
-            f"{task.examples:,} training and {task.validation_examples:,} validation examples of {n.raw} tokens; each "
-            f"has {n.noise} tokens in {n.spans} hole(s): {n.inputs} tokens in, {n.targets} out", markup=False
-        )  # fmt: skip
-        console.print(
-            f"tokenizer: {tokenizer.size:,} ids, sentinels {', '.join(map(str, tokenizer.sentinels[:3]))}, …; "
-            f"model: {config.vocab_size:,} rows", markup=False
-        )  # fmt: skip
-        batch = task.batch(self.step, self.examples)
-        for row in range(self.examples):
-            for title, text in zip(("text", "reads", "writes"), task.show(batch, row)):
+        task, size = make_task(self, config, tokenizer), self.training.batch_size
+        console = Console(soft_wrap=True, highlight=False, emoji=False)
+        for note in task.notes(size):
+            console.print(note, markup=False)
+        sentinels = f", sentinels {', '.join(map(str, tokenizer.sentinels[:3]))}, …" if tokenizer.sentinels else ""
+        console.print(f"tokenizer: {tokenizer.size:,} ids{sentinels}; model: {config.vocab_size:,} rows", markup=False)
+        batch = task.batch(self.step, size)
+        for row in range(min(self.examples, size)):
+            for title, text in task.show(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
             console.print()
+
+
+@dataclass(frozen=True)
+class PreviewDenoise(Preview, DenoiseSettings):
+    """Show texts with their holes, before training on them. Flags and recipes are those of training."""
+
+
+@dataclass(frozen=True)
+class PreviewSeq2Seq(Preview, Seq2SeqSettings):
+    """Show pairs as the model will see them. Flags and recipes are those of training."""

@@ -26,14 +26,13 @@ class Replay:
         from rich.table import Table
 
         from flaxen.cli.build import build
-        from flaxen.cli.recipe import from_dict
-        from flaxen.cli.settings import Settings
+        from flaxen.cli.settings import of_run
         from flaxen.errors import InputError
         from flaxen.train.checkpoint import Checkpoints
-        from flaxen.train.run import check_facts, read_config
+        from flaxen.train.run import check_facts
         from flaxen.tree import leaves
 
-        settings = from_dict(Settings, read_config(self.out), str(self.out / "config.toml"))
+        settings = of_run(self.out)
         built = build(settings)
         check_facts(self.out, built.facts)
         stepper, size = built.stepper, settings.training.batch_size
@@ -60,7 +59,7 @@ class Replay:
         norm, rate = float(report.norm), float(report.rate)
         console.print(f"step {self.step}: loss {loss!r}, gradient norm {norm!r}, learning rate {rate!r}")
         for row in range(min(self.examples, size)):
-            for title, text in zip(("text", "reads", "writes"), built.task.show(batch, row)):
+            for title, text in built.task.show(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
         size_of = lambda a: float(np.sqrt(np.square(np.asarray(a, np.float64)).sum()))  # noqa: E731

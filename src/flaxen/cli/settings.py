@@ -1,12 +1,17 @@
-"""Where a model starts from, and all settings of a denoising run."""
+"""Where a model starts from, and all settings of a run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
+from flaxen.cli.recipe import from_dict
 from flaxen.data.corpus import Corpus
+from flaxen.data.pairs import Pairs
 from flaxen.errors import InputError
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import Objective, PairObjective, Writing
+from flaxen.train.run import read_config
 from flaxen.train.settings import Optimizer, Schedule, Tracking, Training
 
 
@@ -41,14 +46,43 @@ class Start:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a denoising run depends on."""
+    """What runs of all tasks depend on."""
 
+    model: Start
     out: Path
     """Directory of the run. The same command goes on where it stopped, however it stopped."""
-    model: Start
-    data: Corpus = field(default_factory=Corpus)
-    objective: Objective = field(default_factory=Objective)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     training: Training = field(default_factory=Training)
     tracking: Tracking = field(default_factory=Tracking)
+
+
+@dataclass(frozen=True)
+class DenoiseSettings(Settings):
+    """Everything that a denoising run depends on."""
+
+    task: tyro.conf.Suppress[Literal["denoise"]] = "denoise"
+    data: Corpus = field(default_factory=Corpus)
+    objective: Objective = field(default_factory=Objective)
+
+
+@dataclass(frozen=True)
+class Seq2SeqSettings(Settings):
+    """Everything that a run on pairs of texts depends on."""
+
+    task: tyro.conf.Suppress[Literal["seq2seq"]] = "seq2seq"
+    data: Pairs = field(default_factory=Pairs)
+    objective: PairObjective = field(default_factory=PairObjective)
+    writing: Writing = field(default_factory=Writing)
+
+
+TASKS: dict[str, type[Settings]] = {"denoise": DenoiseSettings, "seq2seq": Seq2SeqSettings}
+
+
+def of_run(directory: Path) -> Settings:
+    """The settings that a run directory records."""
+    values = read_config(directory)
+    name = values.get("task", "denoise")
+    if name not in TASKS:
+        raise InputError(f"{directory} is a run of task {name!r}; there are {', '.join(TASKS)}")
+    return from_dict(TASKS[name], values, str(directory / "config.toml"))

@@ -1,18 +1,21 @@
-"""flaxen train denoise --out RUN --model.preset … --data.train …"""
+"""flaxen train TASK --out RUN --model.preset … --data.train …"""
 
 import dataclasses
+import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flaxen.cli.recipe import to_dict
-from flaxen.cli.settings import Settings
+from flaxen.cli.settings import DenoiseSettings, Seq2SeqSettings, Settings
+
+CALL = ("recipe", "print_config", "quiet")  # what belongs to a call and not to the run
 
 
 @dataclass(frozen=True)
-class TrainDenoise(Settings):
-    """Pre-train T5, mT5 or ByT5 on plain text by span corruption."""
+class Train(Settings):
+    """Train, or go on with a run that was stopped."""
 
     recipe: Path | None = None
     """TOML file with settings; flags come before it. See recipes/."""
@@ -22,9 +25,9 @@ class TrainDenoise(Settings):
     """No progress on standard error."""
 
     def settings(self) -> dict[str, Any]:
-        """What the run depends on, without what belongs to this call."""
+        """What the run depends on."""
         values = to_dict(dataclasses.replace(self, optimizer=self.optimizer.resolved()))
-        return {name: value for name, value in values.items() if name not in ("recipe", "print_config", "quiet")}
+        return {name: value for name, value in values.items() if name not in CALL}
 
     def run(self, given: set[str]) -> None:
         if self.print_config:
@@ -40,9 +43,21 @@ class TrainDenoise(Settings):
         check(self.out, self.settings())  # before the work of reading the data
         tracking.check(self.tracking)
         built = build(self)
+        if not self.quiet:
+            print(*built.task.notes(self.training.batch_size), sep="\n", file=sys.stderr)
         # Weights that cannot be read must not leave a new directory behind; a run that goes on may not need them.
         model = None if (self.out / "config.toml").exists() else built.initial()
         with closing(Run(self.out, self.settings(), built.facts)) as run:
             initial = built.initial if model is None else lambda: model
             tracked = tracking.trackers(self.tracking, self.out, self.settings())
             train(run, built.stepper, built.abstract, initial, tracked, built.export, self.quiet)
+
+
+@dataclass(frozen=True)
+class TrainDenoise(Train, DenoiseSettings):
+    """Pre-train T5, mT5, ByT5 or LongT5 on plain text by span corruption."""
+
+
+@dataclass(frozen=True)
+class TrainSeq2Seq(Train, Seq2SeqSettings):
+    """Fine-tune T5, mT5, ByT5 or LongT5 on pairs of texts."""

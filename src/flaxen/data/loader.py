@@ -2,14 +2,14 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-def ahead(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Iterator[T]:
+def ahead(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Generator[T, None, None]:
     """make(item) for each item, in order, up to `depth` of them before they are asked for."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()

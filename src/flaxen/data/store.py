@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from flaxen.atomic import sync
 from flaxen.data.corpus import Corpus, Source
 from flaxen.data.tokenizers import Arrays, Tokenizer
 from flaxen.errors import InputError
@@ -71,6 +72,18 @@ class TokenStore:
     def document_start(self, i: int) -> int:
         """Where document i begins; for i = n_documents, where the last one ends."""
         return int(self._offsets[i])
+
+    def document(self, i: int) -> np.ndarray:
+        """int32: the tokens of document i, its end included."""
+        tokens = self._tokens[self.document_start(i) : self.document_start(i + 1)].astype(np.int32)
+        self._touched += 1
+        if self._touched >= RESIDENT // (FAULT + tokens.nbytes):
+            self._release()
+        return tokens
+
+    def document_lengths(self) -> np.ndarray:
+        """int64: tokens of every document."""
+        return np.diff(self._offsets.astype(np.int64))
 
     def _release(self) -> None:
         # What was read of the file counts as this process's memory until it is given back, and must be mapped
@@ -169,11 +182,11 @@ def _build(target: Path, source: Source, identity: dict[str, Any], tokenizer: To
             raise InputError(f"{source.name} changed while it was read; run again when it is complete")
         (fresh / "meta.json").write_text(json.dumps({**meta, "identity": identity}, indent=2) + "\n", encoding="utf-8")
         for path in [*fresh.iterdir(), fresh]:
-            _sync(path)
+            sync(path)
         # Another process may have made the same store meanwhile: then that one is used.
         with contextlib.suppress(FileExistsError):
             _rename(fresh, target)
-        _sync(root)
+        sync(root)
     except OSError as error:
         if error.errno not in FULL:
             raise InputError(f"cannot write to {root} ({error}); name another place with --data.cache") from error
@@ -265,15 +278,6 @@ def _alive(pid: int) -> bool:
 
 def _bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
-
-
-def _sync(path: Path) -> None:
-    """To the disk, so that a power cut after the rename finds full files."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _Bar:

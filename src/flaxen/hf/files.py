@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from flaxen.atomic import sync
 from flaxen.errors import InputError
 
 DTYPES = {
@@ -176,7 +177,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
     try:
         yield fresh
         for path in [*fresh.iterdir(), fresh]:
-            _sync(path)
+            sync(path)
         if target.exists():
             target.rename(old)
         fresh.rename(target)
@@ -187,12 +188,3 @@ def whole_directory(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """To the disk, so that a power cut after the rename finds full files."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -21,6 +23,8 @@ EVALUATION = 2**62  # where the noise of validation examples begins: far from an
 
 class Denoise:
     """The task of the trainer. A row of raw tokens, cut from the documents laid end to end, is an example."""
+
+    scores: tuple[str, ...] = ()  # it is not asked to write
 
     def __init__(
         self, config: Config, objective: Objective, tokenizer: Tokenizer, train: Tokens, validation: Tokens, seed: int
@@ -77,11 +81,30 @@ class Denoise:
         values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
         return values | ({"bits_per_byte": loss / math.log(2)} if isinstance(self.tokenizer, ByteTokenizer) else {})
 
-    def show(self, batch: Batch, row: int) -> tuple[str, str, str]:
+    def written(self, model: T5, path: Path) -> dict[str, float]:
+        return {}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a run on this data cannot go on without."""
+        parts = {"training_data": self._train, "validation_data": self._validation}
+        names = {name: f"{p.store.digest}[{p.first}:{p.last}]" for name, p in parts.items()}
+        return names | {"example": self.lengths._asdict()}
+
+    def notes(self, size: int) -> list[str]:
+        """What a person should know of the data before it is trained on."""
+        n = self.lengths
+        return [
+            f"{self.examples:,} training and {self.validation_examples:,} validation examples of {n.raw} tokens; each "
+            f"has {n.noise} tokens in {n.spans} hole(s): {n.inputs} tokens in, {n.targets} out"
+        ]
+
+    def show(self, batch: Batch, row: int) -> dict[str, str]:
         """An example as text: the original, what the model reads, what it shall write."""
         inputs, labels = batch["input_ids"][row], batch["labels"][row]
         raw = restore(inputs, labels, self.tokenizer.sentinels, self.tokenizer.eos_id)
-        return self.tokenizer.decode(raw.tolist()), self._spelled(inputs), self._spelled(labels)
+        text = self.tokenizer.decode(raw.tolist())
+        return {"text": text, "reads": self._spelled(inputs), "writes": self._spelled(labels)}
 
     def _spelled(self, ids: np.ndarray) -> str:
         """Text with its holes numbered, whatever ids they have (ByT5's are bytes that no text has)."""

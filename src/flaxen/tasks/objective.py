@@ -1,6 +1,9 @@
-"""What denoising can be told."""
+"""What tasks can be told."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from flaxen.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -15,3 +18,53 @@ class Objective:
     """Mean length of what is cut out at one place. Default 3 tokens; 20 bytes for ByT5."""
     z_loss: float = 0.0
     """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
+
+
+@dataclass(frozen=True)
+class PairObjective:
+    """Learning to write the target of each source."""
+
+    source_length: int = 512
+    """Most tokens that the model reads; a longer source is cut."""
+    target_length: int = 128
+    """Most tokens that it writes; a longer target is cut."""
+    long: Literal["truncate", "error"] = "truncate"
+    """Pairs beyond these limits: cut them and say how many, or refuse them."""
+    batching: Literal["grouped", "packed"] = "grouped"
+    """Pairs of like lengths together; or several pairs to a row of source_length, blind to each other. A batch then
+    has training.batch_size rows, each with several pairs."""
+    shapes: int = 4
+    """Lengths of sources to pad to when grouped (and half as many of targets): each shape is compiled once."""
+    smoothing: float = 0.0
+    """Share of the probability that is wanted for all tokens alike instead of the label."""
+    z_loss: float = 0.0
+    """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
+
+    def __post_init__(self) -> None:
+        if self.source_length < 2 or self.target_length < 2 or self.shapes < 1:
+            lengths = f"{self.source_length}, {self.target_length} and {self.shapes}"
+            raise InputError(f"source_length and target_length must be at least 2 and shapes 1, got {lengths}")
+        if not 0 <= self.smoothing < 1 or self.z_loss < 0:
+            raise InputError(
+                f"smoothing is a share below 1 and z_loss not negative, got {self.smoothing}, {self.z_loss}"
+            )
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What the model writes for validation sources at each evaluation, to be scored and read."""
+
+    examples: int = 100
+    """Write for so many validation pairs, the first ones; 0 measures the loss alone."""
+    batch_size: int = 16
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    max_new_tokens: int | None = None
+    """Default: objective.target_length."""
+
+    def __post_init__(self) -> None:
+        if self.examples < 0 or self.batch_size < 1:
+            raise InputError(
+                f"writing.examples must not be negative and batch_size positive, got {self.examples}, {self.batch_size}"
+            )

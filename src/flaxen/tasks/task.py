@@ -1,6 +1,7 @@
 """What the trainer knows of a task: batches, a loss, and the names of what it measures."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,7 @@ class Task(Protocol):
     examples: int  # of training: an epoch
     tokens: int  # of an example, in and out, for the display of speed
     flops: float  # of the products in the training of one example
+    scores: tuple[str, ...]  # the names of what `written` measures
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
         """Training batch number `step` of `size` examples, or those `rows` of it."""
@@ -30,3 +32,6 @@ class Task(Protocol):
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Exact means out of sums."""
+
+    def written(self, model: Any, path: Path) -> dict[str, float]:
+        """Let the model write for validation examples, to the file `path`; `scores` of it. Nothing without scores."""

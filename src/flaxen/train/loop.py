@@ -23,7 +23,7 @@ from flaxen.train.speed import peak
 from flaxen.train.step import Report, Stepper
 from flaxen.train.tracking import Tracker
 
-HIGHER_IS_BETTER = ("accuracy",)
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 Export = Callable[[Any, Path], None]  # writes a model to a directory
 
 
@@ -66,7 +66,7 @@ def train(
         closing(checkpoints),
         _signals() as received,
         Display(steps, done, quiet) as display,
-        closing(ahead(make, range(done, steps))) as batches,  # type: ignore[type-var]
+        closing(ahead(make, range(done, steps))) as batches,
     ):
         for tracker in trackers:
             ending.callback(tracker.close)
@@ -103,6 +103,10 @@ def train(
             if due(training.eval_every):
                 limits = (training.eval_rows, training.eval_examples)
                 memory.evaluation = evaluate(task, stepper.score, state.model, *limits)
+                if memory.evaluation and task.scores:
+                    (run.directory / "predictions").mkdir(exist_ok=True)
+                    path = run.directory / "predictions" / f"step-{step}.jsonl"
+                    memory.evaluation |= task.written(state.model, path)
                 if memory.evaluation:
                     if not math.isfinite(memory.evaluation["loss"]):
                         raise Diverged(f"the validation loss is {memory.evaluation['loss']}", step, run.directory)
@@ -138,7 +142,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Exact means over the validation examples, whatever the batch size; nothing if there are none."""
     total = np.zeros(len(Sums._fields))
-    with closing(ahead(jax.device_put, task.evaluation(size, limit))) as batches:  # type: ignore[type-var]
+    with closing(ahead(jax.device_put, task.evaluation(size, limit))) as batches:
         for batch in batches:
             total += np.asarray(score(model, batch), np.float64)
     return task.metrics(Sums(*total)) if total[-1] else {}
@@ -184,7 +188,7 @@ class Memory:
     def note_best(self, step: int) -> None:
         if self.best_metric is None or not self.evaluation:
             return
-        value, sign = self.evaluation[self.best_metric], 1 if self.best_metric in HIGHER_IS_BETTER else -1
+        value, sign = self.evaluation[self.best_metric], -1 if self.best_metric in LOWER_IS_BETTER else 1
         if self.best_value is None or sign * value > sign * self.best_value:
             self.best_step, self.best_value = step, value
 

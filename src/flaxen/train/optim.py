@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -9,15 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from flaxen.errors import InputError
+from flaxen.errors import InputError, nearest
 from flaxen.train.settings import Optimizer, Schedule
 from flaxen.tree import first_match, leaves, map_leaves
 
-DECAYED = (("*norm.weight", False), ("*.bias.*", False), ("*", True))
+DECAYED = (("*norm.weight", False), ("*bias.weight", False), ("*", True))
 STACKED = (("*.layers.*", True), ("*", False))  # whose first axis is the layer
 INPUT_AXES = (("*.o.weight", 2), ("*", 1))  # of a weight: [heads, head size] there, one axis elsewhere
 # Muon is for matrices that map features to features. The rest, whose rows are looked up or which scale, is Adam's.
-RULE = (("embedding.*", "adam"), ("head.*", "adam"), ("*norm.weight", "adam"), ("*.bias.*", "adam"), ("*", "muon"))
+RULE = (("embedding.*", "adam"), ("head.*", "adam"), ("*norm.weight", "adam"), ("*bias.weight", "adam"), ("*", "muon"))
 
 
 def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Array], Array]:
@@ -51,7 +52,23 @@ def make(optimizer: Optimizer, rate: Callable[[Array], Array]) -> optax.Gradient
     chain += _direction(optimizer)
     if decay := optimizer.option("weight_decay"):
         chain.append(optax.add_decayed_weights(decay, mask=_decayed))
-    return optax.chain(*chain, optax.scale_by_learning_rate(rate))
+    every = optax.chain(*chain, optax.scale_by_learning_rate(rate))
+    if not optimizer.freeze:
+        return every
+    labels = lambda params: jax.tree.map(lambda one: "frozen" if one else "trained", frozen(optimizer, params))  # noqa: E731
+    return optax.partition({"trained": every, "frozen": optax.set_to_zero()}, labels)
+
+
+def frozen(optimizer: Optimizer, params: Any) -> Any:
+    """True for each weight that stays as it is."""
+    names = list(leaves(params))
+    for glob in optimizer.freeze:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise InputError(
+                f"optimizer.freeze: no weight matches {glob!r}{nearest(glob, names)}; there are: {', '.join(names)}"
+            )
+    rules = (*((glob, True) for glob in optimizer.freeze), ("*", False))
+    return map_leaves(lambda path, _: first_match(rules, path), params)
 
 
 def _direction(optimizer: Optimizer) -> list[optax.GradientTransformation]:

@@ -2,7 +2,7 @@
 
 config.toml    every setting, resolved          checkpoints/   to go on from
 run.json       model, data, versions, machine   model/  best/  in Hugging Face form
-metrics.jsonl  one record per line
+metrics.jsonl  one record per line              predictions/   what it wrote at each evaluation
 """
 
 import fcntl
@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import tomli_w
 
+from flaxen.atomic import whole_file
 from flaxen.errors import InputError
 
 CONTENTS = (
@@ -29,6 +30,7 @@ CONTENTS = (
     "checkpoints",
     "model",
     "best",
+    "predictions",
     "events.*",
     ".*.partial",
 )
@@ -166,13 +168,5 @@ def _circumstances() -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    fresh = path.with_name(f".{path.name}.partial")
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(text)

@@ -63,6 +63,8 @@ class Optimizer:
     """Of muon. Default 0.95."""
     clip: float = 1.0
     """Largest norm of the gradient; a longer one is shortened to it. 0 turns it off."""
+    freeze: tuple[str, ...] = ()
+    """Weights that stay as they are, as globs over their paths: 'embedding.*', 'encoder.*' (`flaxen info MODEL`)."""
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "b1", "b2", "eps", "momentum"):
@@ -113,7 +115,7 @@ class Training:
     keep: int = 2
     """Newest checkpoints kept."""
     keep_best: str | None = None
-    """Keep the checkpoint where this validation metric was best too, and export it as best/: loss, accuracy, …"""
+    """Keep the checkpoint where this validation metric was best, and export it as best/: loss, accuracy, rougeL, …"""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:

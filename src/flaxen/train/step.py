@@ -36,14 +36,15 @@ class Stepper:
     """Compiles what the loop calls: `start`, `update`, `score`."""
 
     def __init__(self, task: Task, optimizer: Optimizer, schedule: Schedule, training: Training):
-        measured, best = task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), training.keep_best
+        measured = [*task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), *task.scores]
+        best = training.keep_best
         if best is not None and best not in measured:
             there = f"there are {', '.join(measured)}{nearest(best, measured)}"
             raise InputError(f"training.keep_best={best!r} is not measured; {there}")
         self.steps = training.length(task.examples)
         self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
         self.task, self.training = task, training
-        self.transform = optim.make(optimizer, self.rate)
+        self.transform, self.optimizer = optim.make(optimizer, self.rate), optimizer
         self.update: Callable[[State, Any], tuple[State, Report]] = jax.jit(self._update, donate_argnums=0)
         self.score = scorer(task)
         self.gradient = jax.jit(self._gradient)
@@ -54,6 +55,9 @@ class Stepper:
     def _gradient(self, state: State, batch: Any) -> tuple[Sums, Any]:
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
         _, sums, gradient = value_and_grad(self.task.loss, state.model, batch, self.training.accumulate, key)
+        if self.optimizer.freeze:  # then XLA need not compute theirs
+            still = optim.frozen(self.optimizer, gradient)
+            gradient = jax.tree.map(lambda one, leaf: jnp.zeros_like(leaf) if one else leaf, still, gradient)
         return sums, gradient
 
     def _update(self, state: State, batch: Any) -> tuple[State, Report]:

@@ -1,0 +1,60 @@
+"""From prompts to outputs: batches of like lengths, searched to the end."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from flaxen.generate.batches import batches, bucket
+from flaxen.generate.options import Options
+from flaxen.generate.search import Beams, Decodes, Sampling, advance, begin
+
+
+class Output(NamedTuple):
+    """One output. `tokens` ends with the end token if there was one; `logprobs` are the model's own, per token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    score: float  # of beam search: transformers' length-normalised score; else the sum of logprobs
+    prompt: int  # which one it answers
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model that decodes, and how to search."""
+
+    decoding: Callable[[Any], Decodes]
+    model: Any
+    options: Options
+    pad: int
+    eos: tuple[int, ...]
+
+    def outputs(self, prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[Output]:
+        """options.num_return_sequences for each prompt; short prompts first."""
+        for rows, ids, valid in batches(prompts, batch_size, self.pad):
+            search = self.advance(self.begin(rows, ids, valid), self.options.max_new_tokens)
+            yield from self._collect(search, rows)
+
+    def begin(self, rows: np.ndarray, ids: np.ndarray, valid: np.ndarray) -> Sampling | Beams:
+        room, inputs = bucket(self.options.max_new_tokens), (jnp.asarray(ids), jnp.asarray(valid))
+        return begin(self.decoding, self.model, inputs, jnp.asarray(rows), room, self.options.static(), self.pad)
+
+    def advance(self, search: Sampling | Beams, until: int) -> Sampling | Beams:
+        numbers = {name: jnp.asarray(value) for name, value in self.options.numbers().items()}
+        limit, static = jnp.asarray(until), self.options.static()
+        return advance(self.decoding, self.model, search, limit, numbers, static, self.eos, self.pad)
+
+    def _collect(self, search: Sampling | Beams, rows: np.ndarray) -> Iterator[Output]:
+        if isinstance(search, Beams):
+            found = (search.finished_tokens, search.finished_logprobs, search.finished_scores)
+        else:
+            found = (search.tokens, search.logprobs, search.logprobs[:, :, 1:].sum(axis=-1))
+        tokens, logprobs, scores = map(np.asarray, found)
+        n_best, longest = self.options.num_return_sequences, self.options.max_new_tokens
+        for row in np.flatnonzero(rows >= 0):
+            for ids, log, score in zip(tokens[row, :n_best, 1:], logprobs[row, :n_best, 1:], scores[row, :n_best]):
+                ends = np.flatnonzero(np.isin(ids, self.eos))
+                n = min(ends[0] + 1 if len(ends) else len(ids), longest)
+                yield Output(ids[:n].tolist(), log[:n].tolist(), float(score), int(rows[row]))

@@ -1,0 +1,196 @@
+"""Text to text: the model reads a source and writes its target. So T5 and LongT5 are fine-tuned."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from flaxen.atomic import whole_file
+from flaxen.data.order import examples
+from flaxen.data.pair_store import Groups, Lengths, PairTokens, fitting, pack, shapes
+from flaxen.data.tokenizers import Tokenizer
+from flaxen.errors import InputError
+from flaxen.generate.options import Options, make_options
+from flaxen.generate.run import Generator
+from flaxen.metrics import text
+from flaxen.models.t5 import T5, Config, Decoding, flops
+from flaxen.nn.loss import Sums
+from flaxen.tasks.objective import PairObjective, Writing
+from flaxen.tasks.task import Batch
+
+SIDES = ("source", "target")
+
+
+class Seq2Seq:
+    """The task of the trainer. An example is a pair or, when packed, a row of pairs that do not see each other."""
+
+    def __init__(
+        self,
+        config: Config,
+        objective: PairObjective,
+        writing: Writing,
+        tokenizer: Tokenizer,
+        train: PairTokens,
+        validation: PairTokens,
+        seed: int,
+    ):
+        self.config, self.objective, self.writing, self.tokenizer, self.seed = (
+            config,
+            objective,
+            writing,
+            tokenizer,
+            seed,
+        )
+        self.limits = Lengths(objective.source_length, objective.target_length)
+        self._train, self._validation = train, validation
+        if not len(train):
+            raise InputError(f"{train.source.name} has no pair left to train on; add pairs")
+        lengths = self._within_limits(train, "training")
+        self._validation_lengths = self._within_limits(validation, "validation")
+        self.shapes = tuple(
+            shapes(side, count) for side, count in zip(lengths.T, (objective.shapes, -(-objective.shapes // 2)))
+        )
+        self.packed = pack(lengths, self.limits) if objective.batching == "packed" else None
+        self._groups = Groups(lengths, seed)
+        self.examples = len(self.packed or train)
+        self.pairs, self.validation_pairs = len(train), len(validation)
+        self.tokens = round(lengths.sum() / self.examples)
+        # Of the mean pair: attention grows faster than length, and so this is a little less than the mean of all.
+        mean = lengths.mean(axis=0).round().astype(int).tolist()
+        self.flops = 3 * flops(config, *mean) * len(train) / self.examples
+        self.scores: tuple[str, ...] = text.NAMES if writing.examples and len(validation) else ()
+
+    def _within_limits(self, part: PairTokens, name: str) -> np.ndarray:
+        over = part.lengths > np.array(self.limits)
+        if over.any() and self.objective.long == "error":
+            number = int(np.flatnonzero(over.any(axis=1))[0])
+            side = int(np.flatnonzero(over[number])[0])
+            raise InputError(
+                f"{part.source.name}: the {SIDES[side]} of {name} pair {number + 1} has {part.lengths[number, side]:,} "
+                f"tokens, more than objective.{SIDES[side]}_length={self.limits[side]} (and {over.any(axis=1).sum():,} "
+                "pairs are too long in all); raise the limit, or cut them with --objective.long truncate"
+            )
+        return np.minimum(part.lengths, np.array(self.limits))
+
+    def notes(self, size: int) -> list[str]:
+        """What a person should know of the data before it is trained on with batches of `size`."""
+        said = [f"{self.pairs:,} training pairs, {self.validation_pairs:,} to validate"]
+        if self.packed is not None:
+            said[0] += f"; {self.examples:,} rows of {self.limits.source} + {self.limits.target} tokens"
+        for part, name in ((self._train, "training"), (self._validation, "validation")):
+            for side, limit, n in zip(SIDES, self.limits, (part.lengths > np.array(self.limits)).sum(axis=0)):
+                if n:
+                    said.append(f"{n:,} of {len(part):,} {name} {side}s are longer than {limit:,} tokens and are cut")
+        said.append(f"{100 * self.padding(size):.1f} % of the tokens processed are padding")
+        return said
+
+    def padding(self, size: int, batches: int = 64) -> float:
+        """The share of padding in the first batches, or in one pass if that is less."""
+        real = total = 0
+        for step in range(min(batches, -(-self.examples // size))):
+            for name, batch in self.batch(step, size).items():
+                if name in ("segments", "target_segments"):
+                    real, total = real + int((batch > 0).sum()), total + batch.size
+        return 1 - real / total
+
+    def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
+        if self.packed is not None:
+            first, last, _ = rows.indices(size)
+            numbers = examples(step, (first, last - first), size, self.examples, self.seed)
+            return self._filled(self._train, [self.packed[i] for i in numbers], self.limits)
+        numbers = self._groups.batch(step, size)
+        lengths = self._groups.lengths[numbers].max(axis=0)
+        return self._filled(self._train, [[i] for i in numbers[rows]], self._shape(lengths))
+
+    def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
+        """Pair by pair, never packed: what is measured does not depend on how training batches are made."""
+        n = min(self.validation_pairs, limit or self.validation_pairs)
+        order = np.argsort(self._validation_lengths[:n, 0], kind="stable")
+        for first in range(0, n, size):
+            chosen = order[first : first + size]
+            shape = self._shape(self._validation_lengths[chosen].max(axis=0))
+            yield self._filled(self._validation, [[i] for i in chosen] + [[]] * (size - len(chosen)), shape)
+
+    def loss(self, model: T5, batch: dict[str, Array], key: Array | None) -> Sums:
+        smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
+        segments, targets = batch["segments"], batch["target_segments"]
+        # One pair to a row: a mask will do, and attention over it is cheaper than over numbered segments.
+        masks = (segments, targets) if self.packed is not None else (segments > 0, None)
+        return model.loss(batch["input_ids"], batch["labels"], *masks, smoothing=smoothing, z_loss=z_loss, key=key)[1]
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        loss = float(sums.loss / sums.weight)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
+
+    def written(self, model: T5, path: Path) -> dict[str, float]:
+        """Write for the first validation sources; predictions go to `path`, their scores are returned."""
+        if not self.scores:
+            return {}
+        w = self.writing
+        beams: dict[str, Any] = (
+            {"num_beams": w.num_beams, "length_penalty": w.length_penalty} if w.num_beams > 1 else {}
+        )
+        repeats: dict[str, Any] = {"no_repeat_ngram_size": w.no_repeat_ngram_size} if w.no_repeat_ngram_size else {}
+        options = make_options({"max_new_tokens": w.max_new_tokens or self.limits.target, **beams, **repeats})
+        return self.write(model, options, path, w.batch_size, w.examples)
+
+    def write(
+        self, model: T5, options: Options, path: Path | None, batch_size: int, limit: int | None
+    ) -> dict[str, float]:
+        """Scores of what the model writes for validation sources; it goes to `path` with the references."""
+        n = min(self.validation_pairs, limit or self.validation_pairs)
+        prompts = [self._validation.pair(i, self.limits)[0].tolist() for i in range(n)]
+        eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
+        generator = Generator(Decoding, model, options, self.config.pad_id, eos)
+        found = {one.prompt: self.tokenizer.decode(one.tokens) for one in generator.outputs(prompts, batch_size)}
+        predictions = [found[i] for i in range(n)]
+        # The references are read again, as they were written: tokens may not spell them exactly.
+        pairs = list(islice(self._validation.source.pairs(), self._validation.first, self._validation.first + n))
+        if path is not None:
+            with whole_file(path) as file:
+                for pair, prediction in zip(pairs, predictions):
+                    line = {"id": pair.id, "prediction": prediction, "reference": pair.target}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        return text.score(predictions, [pair.target for pair in pairs])
+
+    def show(self, batch: Batch, row: int) -> dict[str, str]:
+        """The pairs of a row as text: what the model reads, what it shall write."""
+        spelled = lambda ids, segments: " ┃ ".join(  # noqa: E731
+            self.tokenizer.decode(ids[segments == i].tolist()) for i in range(1, segments.max() + 1)
+        )
+        return {
+            "reads": spelled(batch["input_ids"][row], batch["segments"][row]),
+            "writes": spelled(batch["labels"][row], batch["target_segments"][row]),
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a run on this data cannot go on without."""
+        return {"training_data": self._train.name, "validation_data": self._validation.name, "examples": self.examples}
+
+    def _shape(self, lengths: np.ndarray) -> Lengths:
+        """What to pad to; beyond the shapes of training, where only a validation pair can be, the limit."""
+        padded = [
+            fitting(int(length), (*known, max(limit, int(length))))
+            for length, known, limit in zip(lengths, self.shapes, self.limits)
+        ]
+        return Lengths(*padded)
+
+    def _filled(self, part: PairTokens, rows: Sequence[Sequence[int]], shape: Lengths) -> Batch:
+        """Rows of pairs, one after the other, each with the number of its pair in the row."""
+        names = (("input_ids", "segments"), ("labels", "target_segments"))
+        batch = {name: np.zeros((len(rows), n), np.int32) for pair, n in zip(names, shape) for name in pair}
+        batch["labels"] -= 1
+        for row, numbers in enumerate(rows):
+            at = [0, 0]
+            for segment, number in enumerate(numbers, 1):
+                for side, tokens in enumerate(part.pair(int(number), self.limits)):
+                    place = slice(at[side], at[side] + len(tokens))
+                    batch[names[side][0]][row, place], batch[names[side][1]][row, place] = tokens, segment
+                    at[side] += len(tokens)
+        return batch
