@@ -67,9 +67,9 @@ def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table
                 times = (seconds[peer], seconds[name]) if work.beams else (seconds[name], seconds[peer])
                 row += [f"{times[0] / times[1]:.2f}", f"{memory[name] / memory[peer]:.2f}"]
         if work.beams:
-            row.append(f"{_agreement(results[name], next(iter(results.values()))):.0%}")
+            row.append(f"{agreement(results[name], next(iter(results.values()))):.0%}")
         else:
-            row.append(_losses(results[name]))
+            row.append(loss_cell(results[name]))
         result.add_row(*row)
     return result
 
@@ -109,11 +109,11 @@ def disturbed(workload: str, samples: Samples, limit: float = 0.1) -> str:
     return ", ".join(f"{name} ran beside {cores:.2f} busy cores" for name, cores in worst.items() if cores > limit)
 
 
-def disagreement(samples: Samples) -> str:
+def disagreement(systems: dict[str, list[Record]]) -> str:
     """Systems whose loss went another way than the first one's: they did other work, and their times mean nothing."""
     losses = {
         name: [record["result"]["loss"] for record in records if "result" in record][-1]
-        for name, records in samples["train"].items()
+        for name, records in systems.items()
     }
     first, expected = next(iter(losses.items()))
     # The first updates of AdamW are near the signs of the gradients, some of which are rounding.
@@ -126,15 +126,14 @@ def footer(samples: Samples, cores: int) -> str:
     """The ceiling that the tables refer to, the clock of the ratios, and the versions measured."""
     peaks = ", ".join(f"{speed:.0f} GFLOP/s {name}" for name, speed in gemm_peaks(samples, cores).items())
     lines = [f"GEMM peak: {peaks}. Ratios are of {clock(cores)} time, medians; {cores} core(s)."]
-    versions = {
-        name: record["versions"]
-        for systems in samples.values()
-        for name, records in systems.items()
-        for record in records
-        if "versions" in record
-    }
-    lines += [f"{name}: " + " ".join(map(" ".join, used.items())) for name, used in versions.items()]
-    return "\n".join(lines)
+    named = [(name, record) for systems in samples.values() for name in systems for record in systems[name]]
+    return "\n".join([*lines, *versions(named)])
+
+
+def versions(records: list[tuple[str, Record]]) -> list[str]:
+    """A line for each system, from what its workers printed."""
+    found = {name: record["versions"] for name, record in records if "versions" in record}
+    return [f"{name}: " + " ".join(map(" ".join, used.items())) for name, used in found.items()]
 
 
 def _describe(work: Any) -> str:
@@ -149,12 +148,12 @@ def _check(work: Any) -> str:
     return "first loss, last loss" if work.update else "loss, |gradient|"
 
 
-def _losses(result: Record) -> str:
+def loss_cell(result: Record) -> str:
     values = ("first_loss", "loss") if "first_loss" in result else ("loss", "gradient_norm")
     return ", ".join(f"{result[name]:.5f}" for name in values)
 
 
-def _agreement(tokens: list[list[int]], reference: list[list[int]]) -> float:
+def agreement(tokens: list[list[int]], reference: list[list[int]]) -> float:
     """The share of positions at which two systems chose the same token."""
     pairs = [pair for row, other in zip(tokens, reference) for pair in zip(row, other)]
     return sum(a == b for a, b in pairs) / len(pairs)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +27,9 @@ HERE = Path(__file__).resolve().parent
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
 
 WORKLOADS = ("loss", "train", "generate", "beam", "cold")
+POLL = 0.1  # seconds between two looks at a worker's memory
+OUT_OF_MEMORY = "out of memory"  # how the failure of such a worker begins
+SHORT_OF_MEMORY = r"(?i)out of memory|can't allocate memory|RESOURCE_EXHAUSTED|bad_alloc|MemoryError"
 
 Record = dict[str, Any]
 
@@ -136,7 +142,7 @@ class Bench:
             self.console.print(report.cold_table(self.samples, cores))
         elif self.samples.get(workload):
             self.console.print(report.work_table(workload, self.samples, cores, self.tiny))
-        if workload == "train" and self.samples.get("train") and (wrong := report.disagreement(self.samples)):
+        if workload == "train" and self.samples.get("train") and (wrong := report.disagreement(self.samples["train"])):
             self.console.print(f"DIFFERENT WORK: {wrong}", style="red", markup=False)
         if disturbed := report.disturbed(workload, self.samples):
             self.console.print(f"DISTURBED, do not quote: {disturbed}", style="red", markup=False)
@@ -150,35 +156,72 @@ class Bench:
 
     def _worker(self, name: str, system: System, workload: str, cache: str = "prepare") -> list[Record]:
         """Run one process to its end; what it printed, or nothing and an entry in `failures`."""
-        command = [str(system.python), str(HERE / "workers" / system.script), workload]
-        command += ["--model-dir", str(self.scratch / "model"), "--precision", system.precision]
-        command += ["--repeats", str(self.repeats), "--pin", *map(str, self.cores), *["--tiny"] * self.tiny]
+        flags = ["--model-dir", str(self.scratch / "model"), "--repeats", str(self.repeats)]
+        flags += ["--pin", *map(str, self.cores), *["--tiny"] * self.tiny]
         # A compilation cache of its own for each system: rounds after the first do not compile again.
-        cache_dir = str(self.scratch / "cache" / cache)
-        environment = os.environ | {
-            "XDG_CACHE_HOME": cache_dir,
-            "JAX_COMPILATION_CACHE_DIR": cache_dir,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        started, busy = time.time(), others_cpu()
-        done = subprocess.run(
-            [*command, "--started", str(started)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode != 0 or (workload != "prepare" and not records):
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            self.failures[name] = f"failed in {workload} (exit {done.returncode}): {reason}"
-            self.console.print(f"  {name}: {self.failures[name]}", style="red")
-            return []
-        seconds = time.time() - started
-        others = (others_cpu() - busy) / seconds
-        self.console.print(f"  {name}: {seconds:.0f} s in all, others used {others:.2f} cores", style="dim")
-        return [record | {"others": others} for record in records]
+        ended = launch(system, workload, flags, self.scratch / "cache" / cache)
+        if ended.failure:
+            self.failures[name] = f"failed in {workload}: {ended.failure}"
+            self.console.print(f"  {name}: {self.failures[name]}", style="red", markup=False)
+        else:
+            self.console.print(f"  {name}: {ended}", style="dim")
+        return ended.records
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a worker: what it printed, or why it failed."""
+
+    records: list[Record]
+    failure: str | None
+    seconds: float
+    others: float  # cores that other processes used meanwhile
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.0f} s in all, others used {self.others:.2f} cores"
+
+
+def launch(system: System, workload: str, flags: list[str], cache: Path, limit_gb: float = math.inf) -> Ended:
+    """Run a worker to its end, or until it has more than `limit_gb` of memory."""
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    started, busy = time.time(), others_cpu()
+    command = [str(system.python), str(HERE / "workers" / system.script), workload, "--precision", system.precision]
+    command += [*flags, "--started", str(started)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    stdout, stderr, resident = None, "", 0.0
+    try:
+        while stdout is None:
+            try:
+                stdout, stderr = process.communicate(timeout=POLL)
+            except subprocess.TimeoutExpired:
+                resident = max(resident, resident_gb(process.pid))
+                if resident > limit_gb:
+                    process.kill()
+    finally:
+        process.kill()  # if we were interrupted; nothing happens to one that has ended
+    seconds = time.time() - started
+    others = (others_cpu() - busy) / seconds
+    records = [json.loads(line) | {"others": others} for line in stdout.splitlines() if line.startswith("{")]
+    failure = None
+    if resident > limit_gb:
+        failure = f"{OUT_OF_MEMORY}: more than {limit_gb:g} GB"
+    elif process.returncode != 0 or (workload != "prepare" and not records):
+        reason = (stderr.strip().splitlines() or ["no message"])[-1]
+        # The kernel kills, torch and XLA raise.
+        short = process.returncode == -signal.SIGKILL or re.search(SHORT_OF_MEMORY, stderr)
+        failure = f"{OUT_OF_MEMORY}: " * bool(short) + f"exit {process.returncode}, {reason}"
+    return Ended([] if failure else records, failure, seconds, others)
+
+
+def resident_gb(pid: int) -> float:
+    """What a process has in memory now (Linux)."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def others_cpu() -> float:

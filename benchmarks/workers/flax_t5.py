@@ -17,18 +17,19 @@ def main() -> None:
     import jax
     import numpy as np
     import optax
-    from transformers import FlaxT5ForConditionalGeneration, T5Config
+    import transformers
     from transformers.models.t5.modeling_flax_t5 import shift_tokens_right
 
+    model_class = getattr(transformers, f"Flax{worker.sizes.family}ForConditionalGeneration")
     flax_dir = worker.model_dir / "flax"
     if worker.workload == "prepare":
-        config = T5Config.from_pretrained(worker.model_dir)
-        model = FlaxT5ForConditionalGeneration(config, _do_init=False)
+        config = model_class.config_class.from_pretrained(worker.model_dir)
+        model = model_class(config, _do_init=False)
         model.save_pretrained(flax_dir, params=torch_parameters(worker.model_dir / "model.safetensors"))
         return
 
     worker.mark("import")
-    model, params = FlaxT5ForConditionalGeneration.from_pretrained(flax_dir, _do_init=False)
+    model, params = model_class.from_pretrained(flax_dir, _do_init=False)
     worker.mark("load")
     config = model.config
 
@@ -87,14 +88,14 @@ def main() -> None:
 
 
 def torch_parameters(file: Path) -> dict[str, Any]:
-    """The parameters of a torch T5 in the nested form that Flax wants."""
+    """The parameters of a torch T5 or LongT5 in the nested form that Flax wants."""
     from flax.traverse_util import unflatten_dict
     from safetensors.numpy import load_file
 
     flat = {}
     for name, tensor in load_file(file).items():
         *path, leaf = name.split(".")
-        if path[-1] in ("shared", "relative_attention_bias"):
+        if path[-1] == "shared" or path[-1].endswith("relative_attention_bias"):
             leaf = "embedding"
         elif "layer_norm" not in path[-1]:  # a Linear, which torch stores as [out, in]
             leaf, tensor = "kernel", tensor.T

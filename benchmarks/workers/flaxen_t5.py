@@ -1,6 +1,7 @@
 """Flaxen. bf16 is: to generate, bf16 weights; for the loss and for training, f32 weights and bf16 compute."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from measure import Worker
@@ -22,10 +23,15 @@ def main() -> None:
     if worker.precision == "bf16":
         options = {"compute" if worker.workload in ("loss", "train") else "dtype": "bfloat16"}
     pretrained = load(worker.model_dir, **options)
+    if worker.remat:
+        for part in (pretrained.model, pretrained.model.encoder, pretrained.model.decoder):
+            part.config = replace(part.config, remat=True)
     worker.mark("load")
 
     @jax.jit
     def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+        if len(source) == 1:
+            return jax.value_and_grad(lambda model: model.loss(source, labels)[0])(model)
         of_piece = lambda model, piece, key: model.loss(*piece)[1]  # noqa: E731
         value, _, gradients = accumulate.value_and_grad(of_piece, model, (source, labels), pieces(source))
         return value, gradients

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workloads import sizes_and_works
+from workloads import long_sizes_and_works, sizes_and_works
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +23,8 @@ Loss = Callable[["np.ndarray", "np.ndarray"], tuple[float, list["np.ndarray"]]]
 Train = Callable[["np.ndarray", "np.ndarray"], Callable[[], float]]
 # Source ids, new tokens and beams -> the tokens of each row.
 Generate = Callable[["np.ndarray", int, int], list[list[int]]]
+
+NORM_PIECE = 1 << 18  # numbers at a time
 
 
 class Worker:
@@ -35,6 +37,9 @@ class Worker:
         parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one that is not timed")
         parser.add_argument("--pin", type=int, nargs="+", metavar="CORE", help="run on these cores only")
         parser.add_argument("--precision", choices=precisions, default=precisions[0])
+        parser.add_argument("--attention", choices=["full", "local", "transient-global"], default="full")
+        parser.add_argument("--source", type=int, default=0, help="length of the input, unless attention is full")
+        parser.add_argument("--remat", action="store_true", help="keep no activations inside layers (flaxen)")
         parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
         parser.add_argument("--started", type=float, help="time.time() when this process was started (cold)")
         flags = parser.parse_args()
@@ -42,7 +47,11 @@ class Worker:
         self.model_dir: Path = flags.model_dir
         self.repeats: int = flags.repeats
         self.precision: str = flags.precision
-        self.sizes, self.works = sizes_and_works(flags.tiny)
+        self.remat: bool = flags.remat
+        if flags.attention == "full":
+            self.sizes, self.works = sizes_and_works(flags.tiny)
+        else:
+            self.sizes, self.works = long_sizes_and_works(flags.attention, flags.source, flags.tiny)
 
         self.threads = pin(flags.pin)
 
@@ -128,8 +137,11 @@ def peak_gb() -> float:
 
 
 def norm(arrays: list[np.ndarray]) -> float:
-    # Summed in f64: in f32 the rounding of 16 million terms hides a real difference, or looks like one.
-    return sum(float((array.astype("float64") ** 2).sum()) for array in arrays) ** 0.5
+    # Summed in f64: in f32 the rounding of 16 million terms hides a real difference, or looks like one. And in pieces,
+    # because a whole table in f64 can be more than the peak memory of the work that is measured.
+    flat = [array.reshape(-1) for array in arrays]
+    pieces = (array[at : at + NORM_PIECE] for array in flat for at in range(0, array.size, NORM_PIECE))
+    return sum(float((piece.astype("float64") ** 2).sum()) for piece in pieces) ** 0.5
 
 
 def timed(call: Callable[[], Any]) -> dict[str, Any]:

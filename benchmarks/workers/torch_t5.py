@@ -10,14 +10,17 @@ def main() -> None:
     worker = Worker(__doc__)
     import numpy as np
     import torch
-    from transformers import T5Config, T5ForConditionalGeneration
+    import transformers
 
+    sizes = worker.sizes
+    model_class = getattr(transformers, f"{sizes.family}ForConditionalGeneration")
     torch.set_num_threads(worker.threads)
     if worker.workload == "prepare":
         torch.manual_seed(0)
-        sizes = worker.sizes
-        model = T5ForConditionalGeneration(
-            T5Config(
+        long = {"local_radius": sizes.radius, "global_block_size": sizes.global_block}
+        long |= {"encoder_attention_type": sizes.attention}
+        model = model_class(
+            getattr(transformers, f"{sizes.family}Config")(
                 vocab_size=sizes.vocab_size,
                 d_model=sizes.d_model,
                 d_kv=sizes.d_head,
@@ -25,6 +28,7 @@ def main() -> None:
                 num_layers=sizes.n_layers,
                 num_heads=sizes.n_heads,
                 decoder_start_token_id=0,
+                **(long if sizes.family == "LongT5" else {}),
             )
         )
         # With T5's initial embeddings a tied random model repeats its start token for ever. With small ones the
@@ -35,7 +39,7 @@ def main() -> None:
         return
 
     worker.mark("import")
-    model = T5ForConditionalGeneration.from_pretrained(worker.model_dir, dtype=torch.float32, dropout_rate=0.0).eval()
+    model = model_class.from_pretrained(worker.model_dir, dtype=torch.float32, dropout_rate=0.0).eval()
     worker.mark("load")
 
     def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:

@@ -19,6 +19,14 @@ class Sizes:
     d_ff: int = 2048
     n_layers: int = 6
     n_heads: int = 8
+    attention: str = "full"  # of the encoder; local or transient-global makes it a LongT5
+    radius: int = 127
+    global_block: int = 16
+
+    @property
+    def family(self) -> str:
+        """What the names of transformers' classes begin with."""
+        return "T5" if self.attention == "full" else "LongT5"
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Work:
 
 SMALL = Sizes()
 TINY = Sizes(vocab_size=384, d_model=64, d_head=16, d_ff=128, n_layers=2, n_heads=4)
+LONG_TINY = Sizes(vocab_size=384, d_model=32, d_head=16, d_ff=64, n_layers=2, n_heads=2, radius=15, global_block=4)
 
 LEARNING_RATE = 1e-4  # of AdamW; no decay, no clipping, no schedule
 
@@ -64,6 +73,13 @@ TINY_WORKLOADS = {
 
 def sizes_and_works(tiny: bool) -> tuple[Sizes, dict[str, Work]]:
     return (TINY, TINY_WORKLOADS) if tiny else (SMALL, WORKLOADS)
+
+
+def long_sizes_and_works(attention: str, source: int, tiny: bool) -> tuple[Sizes, dict[str, Work]]:
+    """A LongT5 of t5-small's sizes, and one row of `source` ids."""
+    target, new_tokens = (16, 8) if tiny else (128, 64)
+    works = {"loss": Work(1, source, target), "generate": Work(1, source, new_tokens, beams=1)}
+    return replace(LONG_TINY if tiny else SMALL, attention=attention), works
 
 
 def _random_ids(rows: int, length: int, vocab_size: int, seed: int) -> np.ndarray:

@@ -60,8 +60,14 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("case", SEGMENTS)
-@pytest.mark.parametrize(("radius", "size"), [(3, None), (40, None), (3, 2), (9, 4), (40, 7), (127, 16), (5, 1)])
+CASES = [
+    ("whole", 3, None), ("padded", 40, None), ("long", 127, None), ("packed", 9, None), ("one", 3, None),
+    ("whole", 3, 2), ("padded", 9, 4), ("long", 40, 7), ("long", 127, 16), ("packed", 5, 4), ("packed", 5, 1),
+    ("short", 127, 16), ("one", 3, 1), ("empty row", 9, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "radius", "size"), CASES)
 def test_blocks_are_plain_attention(case: str, radius: int, size: int | None) -> None:
     segments = segments_of(*SEGMENTS[case])
     bias, side_bias = relative(1), relative(2)
@@ -80,11 +86,12 @@ def test_blocks_are_plain_attention(case: str, radius: int, size: int | None) ->
         return plain(q, k, v, bias, side_bias, plan, radius, side if found is not None else None)
 
     inputs = (q, k, v, bias, side_bias, *side)
-    (mine, back), (other, other_back) = jax.vjp(ours, *inputs), jax.vjp(theirs, *inputs)
+    both = lambda f: jax.jit(lambda inputs, g: (f(*inputs), jax.vjp(f, *inputs)[1](g)))(inputs, g)  # noqa: E731
+    (mine, gradients), (other, other_gradients) = both(ours), both(theirs)
     real = np.asarray(segments > 0)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))  # noqa: E731
     close(jnp.moveaxis(mine, 2, 1)[real], jnp.moveaxis(other, 2, 1)[real])
-    for a, b in zip(jax.tree.leaves(back(g)), jax.tree.leaves(other_back(g))):
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients)):
         if a.size:
             close(a, b)
 
@@ -165,10 +172,11 @@ def test_bfloat16_over_16k_tokens_and_empty_rows() -> None:
     def f(q, k, v, *side):
         return attend_local(q, k, v, plan, None, side)
 
-    exact = f(q, k, v, *side)
-    out, back = jax.vjp(f, *(a.astype(jnp.bfloat16) for a in (q, k, v, *side)))
+    exact = jax.jit(f)(q, k, v, *side)
+    half = [a.astype(jnp.bfloat16) for a in (q, k, v, *side)]
+    out, gradients = jax.jit(lambda *xs: (f(*xs), jax.vjp(f, *xs)[1](jnp.ones_like(xs[0]))))(*half)
     assert out.dtype == jnp.bfloat16
-    for leaf in (out, *back(jnp.ones_like(out))):
+    for leaf in (out, *gradients):
         assert jnp.isfinite(leaf).all()
     np.testing.assert_allclose(out[0].astype(jnp.float32), exact[0], atol=0.06)
 

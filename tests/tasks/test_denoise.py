@@ -151,7 +151,7 @@ def test_an_example_as_text(kind: str, text: Path, tmp_path: Path) -> None:
     corpus_text = text.read_text().replace("\n", "")
     assert task.lengths.spans > 1
     for row in range(8):
-        original, reads, writes = task.show(task.batch(0, 8), row)
+        original, reads, writes = task.show(task.batch(0, 8), row).values()
         assert original in corpus_text
         for side in (reads, writes):
             assert re.findall(" ‹(.*?)› ", side) == [str(number) for number in range(task.lengths.spans)]

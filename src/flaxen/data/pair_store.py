@@ -84,13 +84,18 @@ class Groups:
         self._window = lru_cache(maxsize=2)(self._sorted)
 
     def batch(self, step: int, size: int) -> Int64[np.ndarray, "B"]:
-        window, place = divmod(step, WINDOW)
-        mixed = permute(np.array([place]), WINDOW, (self.seed ^ MIXED, window))[0]
+        batches = self.window(size)
+        window, place = divmod(step, batches)
+        mixed = permute(np.array([place]), batches, (self.seed ^ MIXED, window))[0]
         return self._window(window, size)[mixed * size :][:size]
+
+    def window(self, size: int) -> int:
+        """No more batches than an epoch has, or a pair would stand beside itself."""
+        return min(WINDOW, max(1, len(self.lengths) // size))
 
     def _sorted(self, window: int, size: int) -> Int64[np.ndarray, "R"]:
         """The pairs of so many batches, the shortest first."""
-        count = WINDOW * size
+        count = self.window(size) * size
         numbers = examples(window, (0, count), count, len(self.lengths), self.seed)
         return numbers[np.lexsort((self.lengths[numbers, 1], self.lengths[numbers, 0]))]
 

@@ -105,7 +105,7 @@ class Seq2Seq:
             return self._filled(self._train, [self.packed[i] for i in numbers], self.limits)
         numbers = self._groups.batch(step, size)
         lengths = self._groups.lengths[numbers].max(axis=0)
-        return self._filled(self._train, [[i] for i in numbers[rows]], self._shape(lengths))
+        return self._filled(self._train, [[i] for i in numbers[rows].tolist()], self._shape(lengths))
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
         """Pair by pair, never packed: what is measured does not depend on how training batches are made."""
@@ -114,7 +114,7 @@ class Seq2Seq:
         for first in range(0, n, size):
             chosen = order[first : first + size]
             shape = self._shape(self._validation_lengths[chosen].max(axis=0))
-            yield self._filled(self._validation, [[i] for i in chosen] + [[]] * (size - len(chosen)), shape)
+            yield self._filled(self._validation, [[i] for i in chosen.tolist()] + [[]] * (size - len(chosen)), shape)
 
     def loss(self, model: T5, batch: dict[str, Array], key: Array | None) -> Sums:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)

@@ -1,0 +1,87 @@
+"""Every pair once an epoch, in few shapes; packed rows hold what fits and lose nothing."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxen.data.pair_store import WINDOW, Groups, Lengths, fitting, open_pairs, pack, shapes
+from flaxen.data.pairs import Pairs
+from flaxen.data.tokenizers import ByteTokenizer
+from flaxen.errors import InputError
+
+LENGTHS = np.random.default_rng(0).integers(2, 200, (1000, 2))
+
+
+def test_pairs_come_back_as_tokens(tmp_path: Path) -> None:
+    rows = [{"source": "s" * n, "target": "t" * (20 - n)} for n in range(1, 20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs = Pairs(train=(str(tmp_path / "a.jsonl"),), validation_percent=10.0, cache=tmp_path / "cache")
+    train, validation = open_pairs(pairs, ByteTokenizer())
+    assert (len(train), len(validation)) == (17, 2)
+    assert validation.lengths.tolist() == [[2, 20], [3, 19]]
+    source, target = train.pair(0, Lengths(100, 100))
+    assert (ByteTokenizer().decode(source.tolist()), ByteTokenizer().decode(target.tolist())) == ("sss", "t" * 17)
+    source, target = train.pair(5, Lengths(4, 3))
+    assert source.tolist() == [ByteTokenizer().encode("s")[0]] * 3 + [1]
+    assert target.tolist()[-1] == 1
+    assert len(target) == 3
+
+
+def test_an_epoch_of_groups_has_every_pair_once() -> None:
+    groups = Groups(LENGTHS, 5)
+    epochs = [np.concatenate([groups.batch(step, 10) for step in range(first, first + 100)]) for first in (0, 100)]
+    # Windows run across the ends of epochs, so the first has all pairs but for what its last window lends the next.
+    together = np.bincount(np.concatenate(epochs), minlength=1000)
+    assert together.min() >= 1
+    assert together.max() <= 3
+    assert np.bincount(np.concatenate([groups.batch(step, 10) for step in range(96)])).max() == 1
+    assert not np.array_equal(*epochs)
+
+
+def test_batches_are_functions_of_their_number() -> None:
+    one, other = Groups(LENGTHS, 5), Groups(LENGTHS, 5)
+    for step in (40, 3, 199, 3):
+        np.testing.assert_array_equal(one.batch(step, 16), other.batch(step, 16))
+    assert not np.array_equal(one.batch(3, 16), Groups(LENGTHS, 6).batch(3, 16))
+
+
+def test_groups_are_of_like_lengths_in_random_order() -> None:
+    groups = Groups(LENGTHS, 0)
+    source = [LENGTHS[groups.batch(step, 8), 0] for step in range(WINDOW)]
+    spread = np.mean([batch.max() - batch.min() for batch in source])
+    assert spread < 20  # of 198 for a random batch
+    assert abs(np.corrcoef(np.arange(WINDOW), [batch.mean() for batch in source])[0, 1]) < 0.5
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=50), st.integers(1, 6))
+def test_shapes_are_few_and_hold_everything(lengths: list[int], count: int) -> None:
+    found = shapes(np.array(lengths), count)
+    assert 1 <= len(found) <= count
+    assert all(shape % 16 == 0 for shape in found)
+    assert found[-1] - 16 < max(lengths) <= found[-1]
+    assert all(fitting(length, found) >= length for length in lengths)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=80))
+def test_packing_loses_nothing_and_fits(lengths: list[tuple[int, int]]) -> None:
+    limits = Lengths(64, 24)
+    rows = pack(np.array(lengths), limits)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    for row in rows:
+        total = np.array(lengths)[row].sum(axis=0)
+        assert (total <= limits).all()
+
+
+def test_packing_fills_rows() -> None:
+    rows = pack(LENGTHS, Lengths(512, 512))
+    # Two lengths at a time: rows end where either has no room. One alone would fill 0.97.
+    assert LENGTHS.sum(axis=0).max() / (512 * len(rows)) > 0.8
+    alone = LENGTHS * [1, 0] + [0, 1]
+    assert alone[:, 0].sum() / (512 * len(pack(alone, Lengths(512, 512)))) > 0.97
+    assert pack(np.zeros((0, 2), np.int64), Lengths(4, 4)) == []
+    with pytest.raises(InputError, match="longer than a row"):
+        pack(LENGTHS, Lengths(100, 512))
