@@ -76,6 +76,7 @@ class OneBatch:
     """A `flaxen.tasks.task.Task` of one batch. Its loss passes no key on, so there is no dropout."""
 
     tokens, flops = 0, 0.0  # for the display of speed, which there is not
+    scores: tuple[str, ...] = ()
 
     def __init__(self, source: Any, labels: Any) -> None:
         self._batch, self.examples = {"input_ids": source, "labels": labels}, len(source)
@@ -88,6 +89,9 @@ class OneBatch:
 
     def loss(self, model: Any, batch: dict[str, Any], key: Any) -> Any:
         return model.loss(batch["input_ids"], batch["labels"])[1]
+
+    def written(self, model: Any, path: Any) -> dict[str, float]:
+        return {}
 
     def metrics(self, sums: Any) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight)}

@@ -63,6 +63,7 @@ def test_info(byt5: Path) -> None:
         (["generate", "{model}", "--file", "{tmp}/none.txt"], 1, "none.txt"),
         (["generate", "{model}", "--file", "{tmp}/bad.jsonl", "--out", "{tmp}/out"], 1, "line 2"),
         (["generate", "{model}", "--file", "{tmp}/binary"], 1, "not UTF-8"),
+        (["generate", "{model}", "--file", "{tmp}/gap.txt", "--out", "{tmp}/out"], 1, "line 2: the prompt is empty"),
         (["info", "{tmp}"], 1, "has no config.json"),
     ],
     ids=str,
@@ -71,7 +72,8 @@ def test_wrong_input_is_one_clear_message(
     byt5: Path, tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txet": "x"}\n')
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
+    (tmp_path / "gap.txt").write_text("one\n\nthree\n")
     done = run(*(argument.format(model=byt5, tmp=tmp_path) for argument in arguments))
     assert done.returncode == code
     assert words in done.stderr

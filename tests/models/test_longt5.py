@@ -58,7 +58,7 @@ def longt5(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if size & (size - 1):
         monkeypatch.setattr(modeling_longt5, "_make_global_fixed_block_ids", exact_block_ids)
     config = transformers.LongT5Config(
-        **SMALL,
+        **{**SMALL, "num_decoder_layers": 1},
         encoder_attention_type=attention,
         local_radius=radius,
         global_block_size=size,
@@ -88,9 +88,8 @@ def test_logits_loss_gradients_and_tokens_equal_torch(longt5: tuple[Reference, i
     decoder = np.pad(np.maximum(labels, 0)[:, :-1], ((0, 0), (1, 0)))
     close(pretrained.logits(ids, decoder, valid), theirs.logits.detach(), 2e-5)
 
-    ours, grads = jax.value_and_grad(lambda model: model.loss(*map(jnp.asarray, (ids, labels, valid)))[0])(
-        pretrained.model
-    )
+    loss = lambda model: model.loss(*map(jnp.asarray, (ids, labels, valid)))[0]  # noqa: E731
+    ours, grads = jax.jit(jax.value_and_grad(loss))(pretrained.model)
     np.testing.assert_allclose(float(ours), theirs.loss.item(), rtol=1e-5)
     named = weightmap.save(grads, hf_t5.rows(pretrained.config))
     expected = {name: p.grad for name, p in reference.model.named_parameters()}
@@ -155,8 +154,8 @@ def test_packed_rows_equal_separate_rows(attention: str) -> None:
 
     packed = batch([[0, 1], [2, 3, 4]])
     ids, labels, segments, _ = batch([[0], [1], [2], [3], [4]])
-    value, grads = jax.value_and_grad(loss)(model, *packed)
-    alone, alone_grads = jax.value_and_grad(loss)(model, ids, labels, segments, None)
+    value, grads = jax.jit(jax.value_and_grad(loss))(model, *packed)
+    alone, alone_grads = jax.jit(jax.value_and_grad(loss))(model, ids, labels, segments, None)
     np.testing.assert_allclose(value, alone, rtol=1e-6)
     for name, gradient in leaves(grads).items():
         close(gradient, leaves(alone_grads)[name], 1e-5)

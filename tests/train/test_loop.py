@@ -27,8 +27,8 @@ class Falling:
 
     examples, tokens, flops = 64, 4, 8.0
 
-    def __init__(self, validation: int = 7):
-        self.validation = validation
+    def __init__(self, validation: int = 7, scores: tuple[str, ...] = ()):
+        self.validation, self.scores = validation, scores
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
         """Weights that differ from step to step and from row to row."""
@@ -46,6 +46,13 @@ class Falling:
         w, weight = model["w"][0], batch["weight"]
         each = batch["value"] + w if key is not None else jnp.square(w - BEST) + 0 * batch["value"]
         return Sums((weight * each).sum(), (weight * (batch["value"] > 4)).sum(), weight.sum())
+
+    def written(self, model: Any, path: Path) -> dict[str, float]:
+        """The better, the further w is from where the loss wants it."""
+        if not self.scores:
+            return {}
+        path.write_text("written\n")
+        return {"rougeL": float(jnp.square(model["w"][0] - BEST))}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight), "accuracy": float(sums.correct / sums.weight)}
@@ -152,6 +159,15 @@ def test_the_best_outlives_what_comes_after_it(tmp_path: Path) -> None:
     assert [one["loss"] for one in records(tmp_path, "eval")] == [1, 0, 1, 4, 9, 16]
     assert steps_in(tmp_path) == [2, 6]
     assert (weight(tmp_path, "best"), weight(tmp_path, "model")) == (BEST, START - 6)
+
+
+def test_a_score_of_what_is_written_can_be_the_measure(tmp_path: Path) -> None:
+    """Of scores, more is better: here the last. What was written is kept, step by step."""
+    task = Falling(scores=("rougeL",))
+    go(tmp_path, task=task, keep=1, keep_best="rougeL")
+    assert [one["rougeL"] for one in records(tmp_path, "eval")] == [1, 0, 1, 4, 9, 16]
+    assert weight(tmp_path, "best") == START - 6
+    assert len(list((tmp_path / "predictions").iterdir())) == 6
 
 
 def test_the_best_outlives_an_interruption(tmp_path: Path) -> None:

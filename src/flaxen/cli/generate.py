@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from flaxen.atomic import whole_file
+from flaxen.cli.prompts import PromptFile, Resumable, windows
+from flaxen.data.files import stamps
 from flaxen.errors import InputError
-from flaxen.generate.options import Options
+from flaxen.generate.options import Options, make_options
 
 if TYPE_CHECKING:
     from flaxen.pretrained import Generated, Pretrained
@@ -29,13 +31,14 @@ class Generate:
     text: tuple[str, ...] = ()
     """Prompts."""
     file: str | None = None
-    """Prompts from a file: one per line, or JSON lines with --column; '-' reads standard input."""
+    """Prompts from a file: one per line, or the rows of .jsonl .json .csv .tsv .parquet; '-' reads standard input."""
     column: str = "text"
-    """Field of a .jsonl file that holds the prompt."""
+    """Column of a table that holds the prompt, or a template such as 'summarize: {document}'."""
     out: Path | None = None
-    """Write here instead of to standard output; appears only when complete."""
+    """Write here instead of to standard output; appears when complete. After a kill, the same command goes on."""
     json: bool = False
-    """JSON lines with text, tokens, logprobs, score and index of the prompt, instead of plain text."""
+    """JSON lines with text, tokens, logprobs, score, index and id of the prompt, instead of plain text. So are files
+    whose name ends in .jsonl."""
     stream: bool = False
     """Show the text of a single prompt as it is made."""
     batch_size: int = 16
@@ -47,9 +50,11 @@ class Generate:
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     def run(self, given: set[str]) -> None:
-        prompts = self._prompts()
-        if self.stream and (len(prompts) != 1 or self.json or self.out):
+        if bool(self.text) == (self.file is not None):
+            raise InputError("give prompts either with --text or with --file")
+        if self.stream and (len(self.text) != 1 or self.json or self.out):
             raise InputError("--stream shows one prompt as plain text: give one --text, and neither --json nor --out")
+        prompts, n = self._prompts()
         # What was not typed is left to the checkpoint's own defaults.
         options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
 
@@ -61,75 +66,88 @@ class Generate:
                 raise InputError("--bad-words needs a checkpoint with a tokenizer")
             options["bad_words_ids"] = [pretrained.tokenizer.encode(word, eos=False) for word in self.bad_words]
         if self.stream:
-            for piece in pretrained.stream(prompts[0], **options):
+            for piece in pretrained.stream(self.text[0], **options):
                 print(piece, end="", flush=True)
             print()
-            return
-        with _output(self.out) as file:
-            for one in self._generate(pretrained, prompts, options):
-                print(self._line(one), file=file)
+        elif self.out is None:
+            for window in self._generate(pretrained, prompts, n, 0, options):
+                for line in window:
+                    print(line, flush=True)
+        else:
+            self._to_file(self.out, pretrained, prompts, n, options)
 
-    def _prompts(self) -> list[str]:
-        if bool(self.text) == (self.file is not None):
-            raise InputError("give prompts either with --text or with --file")
+    def _prompts(self) -> tuple[Iterable[tuple[str | None, str]], int]:
+        """(id, prompt) of each, and how many there are: a wrong one fails now, not after an hour."""
         if self.text:
-            return list(self.text)
+            return [(None, text) for text in self.text], len(self.text)
+        if self.file == "-":
+            typed = [(None, line) for line in sys.stdin.read().splitlines()]
+            if not typed:
+                raise InputError("standard input is empty; expected a prompt on each line")
+            return typed, len(typed)
         assert self.file is not None
-        content = sys.stdin.read() if self.file == "-" else _read(Path(self.file))
-        lines = content.splitlines()
-        if not lines:
+        path = Path(self.file)
+        if not path.is_file():
+            raise InputError(f"no file {self.file!r}")
+        found = PromptFile(path, self.column)
+        n = sum(1 for _ in found)
+        if not n:
             raise InputError(f"{self.file} is empty; expected a prompt on each line")
-        if not self.file.endswith(".jsonl"):
-            return lines
-        prompts = []
-        for number, line in enumerate(lines, 1):
-            try:
-                prompts.append(json.loads(line)[self.column])
-            except (ValueError, KeyError, TypeError):
-                raise InputError(f"{self.file}, line {number}: expected a JSON object with {self.column!r}") from None
-            if not isinstance(prompts[-1], str):
-                raise InputError(f"{self.file}, line {number}: {self.column!r} must be a string")
-        return prompts
+        return found, n
 
-    def _generate(self, pretrained: "Pretrained", prompts: list[str], options: dict) -> Iterator["Generated"]:
-        """Some batches at a time, so that there is progress to show."""
+    def _to_file(
+        self, out: Path, pretrained: "Pretrained", prompts: Iterable[tuple[str | None, str]], n: int, options: dict
+    ) -> None:
+        """JSON lines survive a kill: the same command goes on behind the last whole window of prompts."""
+        if not self.lines:
+            with whole_file(out) as file:
+                for window in self._generate(pretrained, prompts, n, 0, options):
+                    file.writelines(line + "\n" for line in window)
+            return
+        from flaxen.hf import files
+
+        about = files.locate(self.model)
+        key = {
+            "model": stamps(tuple(sorted(path for path in about.iterdir() if path.is_file()))), "dtype": self.dtype,
+            "prompts": self.text or self.file, "column": self.column,
+            "options": {name: repr(value) for name, value in options.items()},
+            "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
+        }  # fmt: skip
+        each = make_options(options, pretrained.generation).num_return_sequences
+        with closing(Resumable(out, key, each)) as file:
+            if file.items:
+                print(f"going on behind prompt {file.items:,} of {n:,}", file=sys.stderr)
+            for window in self._generate(pretrained, prompts, n, file.items, options):
+                file.write(window)
+            file.finish()
+
+    def _generate(
+        self, pretrained: "Pretrained", prompts: Iterable[tuple[str | None, str]], n: int, done: int, options: dict
+    ) -> Iterator[list[str]]:
+        """Lines of some batches at a time, whose prompts are sorted by length among themselves."""
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-        pretrained.encode(prompts)  # a wrong prompt fails now, not after an hour
-        stride = 4 * self.batch_size
-        with Progress(console=Console(stderr=True), disable=len(prompts) <= stride or not sys.stderr.isatty()) as bar:
-            task = bar.add_task("generating", total=len(prompts))
-            for first in range(0, len(prompts), stride):
-                part = prompts[first : first + stride]
-                for one in pretrained.generate(part, batch_size=self.batch_size, **options):
-                    yield dataclasses.replace(one, index=first + one.index)
-                bar.advance(task, len(part))
+        stride = 8 * self.batch_size
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        hidden = n <= self.batch_size or not sys.stderr.isatty()
+        with Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True) as bar:
+            task = bar.add_task("generating", total=n, completed=done)
+            first = done
+            for window in windows(islice(prompts, done, None), stride):
+                ids, texts = zip(*window)
+                found = pretrained.generate(list(texts), batch_size=self.batch_size, **options)
+                yield [self._line(dataclasses.replace(one, index=first + one.index), ids[one.index]) for one in found]
+                first += len(window)
+                bar.update(task, completed=first)
 
-    def _line(self, one: "Generated") -> str:
-        if self.json:
-            return json.dumps(dataclasses.asdict(one), ensure_ascii=False)
+    @property
+    def lines(self) -> bool:
+        """Whether outputs are JSON lines."""
+        return self.json or (self.out is not None and self.out.suffix == ".jsonl")
+
+    def _line(self, one: "Generated", id: str | None) -> str:
+        if self.lines:
+            named = {} if id is None else {"id": id}
+            return json.dumps(named | dataclasses.asdict(one), ensure_ascii=False)
         return " ".join(map(str, one.tokens)) if one.text is None else one.text
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
-@contextmanager
-def _output(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that takes its name when it is complete."""
-    if path is None:
-        yield sys.stdout
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            yield file
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

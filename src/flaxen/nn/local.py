@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from flaxen.nn.attention import MASKED, Attention, dot, each_head, scaled_keep
+from flaxen.nn import attention
+from flaxen.nn.attention import MASKED, Attention, each_head, scaled_keep
 from flaxen.nn.layers import RMSNorm
 from flaxen.nn.position import RelativeBias
 from flaxen.nn.stack import kept
@@ -281,6 +282,14 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
     (dq, dk, dv, *dside), dbiases = each_head(head, static.t_block * static.s_block, arrays)
     dband, *dbias = (a.sum(axis=0) for a in dbiases)
     return (dq, dk, dv, dband, *dside, *dbias), None, None
+
+
+def dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
+    """A product with f32 sums. On a CPU, bf16 operands are widened first: jax 0.10.2 leaves some such products, in
+    layouts like these, to a kernel that has none for them, and that fails only when it runs."""
+    if jax.default_backend() == "cpu":
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return attention.dot(a, b, axes)
 
 
 def _add_at(a: Array, more: Array, at: tuple[Array, Array]) -> Array:

@@ -65,6 +65,8 @@ class Seq2Seq:
         self.flops = 3 * flops(config, *mean) * len(train) / self.examples
         self.scores: tuple[str, ...] = text.NAMES if writing.examples and len(validation) else ()
 
+        self._options = _options(writing, self.limits)
+
     def _within_limits(self, part: PairTokens, name: str) -> np.ndarray:
         over = part.lengths > np.array(self.limits)
         if over.any() and self.objective.long == "error":
@@ -131,13 +133,7 @@ class Seq2Seq:
         """Write for the first validation sources; predictions go to `path`, their scores are returned."""
         if not self.scores:
             return {}
-        w = self.writing
-        beams: dict[str, Any] = (
-            {"num_beams": w.num_beams, "length_penalty": w.length_penalty} if w.num_beams > 1 else {}
-        )
-        repeats: dict[str, Any] = {"no_repeat_ngram_size": w.no_repeat_ngram_size} if w.no_repeat_ngram_size else {}
-        options = make_options({"max_new_tokens": w.max_new_tokens or self.limits.target, **beams, **repeats})
-        return self.write(model, options, path, w.batch_size, w.examples)
+        return self.write(model, self._options, path, self.writing.batch_size, self.writing.examples)
 
     def write(
         self, model: T5, options: Options, path: Path | None, batch_size: int, limit: int | None
@@ -194,3 +190,12 @@ class Seq2Seq:
                     batch[names[side][0]][row, place], batch[names[side][1]][row, place] = tokens, segment
                     at[side] += len(tokens)
         return batch
+
+
+def _options(writing: Writing, limits: Lengths) -> Options:
+    given: dict[str, Any] = {"max_new_tokens": writing.max_new_tokens or limits.target, "num_beams": writing.num_beams}
+    if writing.num_beams > 1:
+        given["length_penalty"] = writing.length_penalty
+    if writing.no_repeat_ngram_size:
+        given["no_repeat_ngram_size"] = writing.no_repeat_ngram_size
+    return make_options(given)
