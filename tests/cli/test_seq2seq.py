@@ -43,7 +43,8 @@ def flags(material: Path, out: Path, *more: object) -> list[object]:
         "--data.source", "first of {word}", "--data.target", "first", "--data.validation-percent", "10",
         "--objective.source-length", "32", "--objective.target-length", "8", "--objective.shapes", "1",
         "--optimizer.name", "adamw", "--training.batch-size", "8", "--training.steps", "8", "--training.log-every", "1",
-        "--training.eval-every", "4", "--training.save-every", "3", "--training.keep-best", "exact_match", "--writing.examples", "6", "--writing.max-new-tokens", "4", *more,
+        "--training.eval-every", "4", "--training.save-every", "3", "--training.keep-best", "exact_match",
+        "--writing.examples", "6", "--writing.max-new-tokens", "4", *more,
     ]  # fmt: skip
 
 
