@@ -19,7 +19,8 @@ from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
 from flaxen.generate.search import ended
 from flaxen.hf import files, t5, weightmap
-from flaxen.models.t5 import T5, Config, Decoding
+from flaxen.models.t5 import T5, Config
+from flaxen.models.t5_decoding import Decoding
 from flaxen.nn.param import initialise
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

@@ -185,3 +185,18 @@ def test_presets_are_the_hub_s_sizes() -> None:
     )
     assert (base.radius, base.global_block, base.family) == (127, 16, "longt5")
     assert PRESETS["long-t5-local-large"].attention == "local"
+
+
+@pytest.mark.parametrize("attention", ["local", "transient-global"])
+def test_bfloat16_follows_float32(attention: str) -> None:
+    """Compiled: products of bf16 that the compiler accepts may still have no kernel."""
+    ids, valid, labels = (jnp.asarray(a) for a in random_batch(50, 2, rows=2, source=100))
+    ends = []
+    for compute in ("float32", "bfloat16"):
+        model = initialise(T5(dataclasses.replace(LONG, attention=attention, compute=compute)), 0)
+        ends.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
+    (value, grads), (low, low_grads) = ends
+    np.testing.assert_allclose(low, value, rtol=1e-2)
+    for name, gradient in leaves(grads).items():
+        other = leaves(low_grads)[name]
+        assert jnp.vdot(gradient, other) > 0.98 * jnp.linalg.norm(gradient) * jnp.linalg.norm(other), name

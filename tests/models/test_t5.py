@@ -14,7 +14,8 @@ from flax import nnx
 import flaxen
 from flaxen.hf import t5 as hf_t5
 from flaxen.hf import weightmap
-from flaxen.models.t5 import PRESETS, T5, Config, Decoding
+from flaxen.models.t5 import PRESETS, T5, Config
+from flaxen.models.t5_decoding import Decoding
 from flaxen.nn.param import initialise
 from flaxen.nn.position import bucket
 from flaxen.tree import leaves, size

@@ -18,7 +18,8 @@ from flaxen.errors import InputError
 from flaxen.generate.options import Options, make_options
 from flaxen.generate.run import Generator
 from flaxen.metrics import text
-from flaxen.models.t5 import T5, Config, Decoding, flops
+from flaxen.models.t5 import T5, Config, flops
+from flaxen.models.t5_decoding import Decoding
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import PairObjective, Writing
 from flaxen.tasks.task import Batch
