@@ -57,9 +57,13 @@ class Writing:
     examples: int = 100
     """Write for so many validation pairs, the first ones; 0 measures the loss alone."""
     batch_size: int = 16
+    """Sources computed together."""
     num_beams: int = 1
+    """Beams of beam search; 1 is greedy search."""
     length_penalty: float = 1.0
+    """Beam scores are sums of log-probabilities over length ** this."""
     no_repeat_ngram_size: int = 0
+    """Write no sequence of so many tokens twice; 0 turns it off."""
     max_new_tokens: int | None = None
     """Default: objective.target_length."""
 

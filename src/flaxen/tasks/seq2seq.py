@@ -13,6 +13,7 @@ from jax import Array
 from flaxen.atomic import whole_file
 from flaxen.data.order import examples
 from flaxen.data.pair_store import Groups, Lengths, PairTokens, fitting, pack, shapes
+from flaxen.data.pairs import Pair
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 from flaxen.generate.options import Options, make_options
@@ -67,6 +68,8 @@ class Seq2Seq:
         self.scores: tuple[str, ...] = text.NAMES if writing.examples and len(validation) else ()
 
         self._options = _options(writing, self.limits)
+        # Read now, so that what is wrong with them is not found at the first evaluation.
+        self._references = self._read(writing.examples) if self.scores else []
 
     def _within_limits(self, part: PairTokens, name: str) -> np.ndarray:
         over = part.lengths > np.array(self.limits)
@@ -146,14 +149,18 @@ class Seq2Seq:
         generator = Generator(Decoding, model, options, self.config.pad_id, eos)
         found = {one.prompt: self.tokenizer.decode(one.tokens) for one in generator.outputs(prompts, batch_size)}
         predictions = [found[i] for i in range(n)]
-        # The references are read again, as they were written: tokens may not spell them exactly.
-        pairs = list(islice(self._validation.source.pairs(), self._validation.first, self._validation.first + n))
+        pairs = self._references[:n] if n <= len(self._references) else self._read(n)
         if path is not None:
             with whole_file(path) as file:
                 for pair, prediction in zip(pairs, predictions):
                     line = {"id": pair.id, "prediction": prediction, "reference": pair.target}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
         return text.score(predictions, [pair.target for pair in pairs])
+
+    def _read(self, n: int) -> list[Pair]:
+        """The first validation pairs as they were written: tokens may not spell them exactly."""
+        first = self._validation.first
+        return list(islice(self._validation.source.pairs(), first, first + n))
 
     def show(self, batch: Batch, row: int) -> dict[str, str]:
         """The pairs of a row as text: what the model reads, what it shall write."""
