@@ -42,7 +42,7 @@ def test_every_format_gives_the_same_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(Path(jsonl).read_bytes()))
     lines = [",".join(ROWS[0]), *(",".join(map(str, row.values())) for row in ROWS)]
-    (tmp_path / "a.csv").write_text("\n".join(lines))
+    (tmp_path / "a.csv").write_text("\n".join([*lines, "", ""]))
     (tmp_path / "a.tsv").write_text("\n".join(lines).replace(",", "\t"))
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     for kind in ("jsonl", "json", "jsonl.gz", "csv", "tsv", "parquet"):

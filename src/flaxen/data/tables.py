@@ -154,7 +154,7 @@ def _csv_rows(path: Path, choose: Choose, invalid: Invalid, report: Report) -> I
             raise InputError(
                 f"{where}: {len(row)} cells under a header of {len(header)}; quote cells that hold {separator!r}"
             )
-        else:
+        elif row:  # an empty line is no row
             yield where, dict.fromkeys(header) | dict(zip(header, row))
 
 
