@@ -19,7 +19,7 @@ from flaxen.nn.local import LocalAttention, LocalPlan, TransientGlobalAttention,
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import stacked
 from flaxen.nn.position import RelativeBias
-from flaxen.nn.stack import by_rows, kept, run
+from flaxen.nn.stack import LONG, by_rows, by_tokens, kept, run
 
 Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # real tokens, or the numbers of the texts that share a row
 ATTENTION = ("full", "local", "transient-global")
@@ -151,14 +151,20 @@ class Layer(nnx.Module):
         dtype: DTypeLike,
         key: Array | None,
     ) -> Float[Array, "B T D"]:
-        keys = [None] * 6 if key is None else list(jax.random.split(key, 6))
+        keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
+        short = x.size < LONG  # of long rows less is kept for the backward: what a product or two can make again
         h = self.attention_norm(x, dtype)
-        x = kept(x + dropout(self.attention(h, h, plan, keys[0]), rate, keys[1]))
+        x = x + dropout(self.attention(h, h, plan, keys[0]), rate, keys[1])
+        x = kept(x) if short else x
         if self.cross is not None and self.cross_norm is not None and source is not None:
             h = self.cross_norm(x, dtype)
             x = kept(x + dropout(self.cross(h, *source, keys[2]), rate, keys[3]))
-        h = self.mlp_norm(x, dtype)
-        return x + dropout(self.mlp(h, rate, keys[4]), rate, keys[5])
+
+        def feed_forward(x: Array, key: Array | None) -> Array:
+            inner, outer = (None, None) if key is None else jax.random.split(key)
+            return x + dropout(self.mlp(self.mlp_norm(x, dtype), rate, inner, short), rate, outer)
+
+        return by_tokens(feed_forward, x, keys[4])
 
 
 class Stack(nnx.Module):

@@ -102,10 +102,13 @@ class MLP(nnx.Module):
         self.wo = Linear((d_ff,), (d,), std=factor * d_ff**-0.5)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "*B D"], rate: float, key: Array | None) -> Float[Array, "*B D"]:
-        act = ACTIVATIONS[self.activation]
-        h = kept(self.wi(x))
-        h = act(h) if self.gate is None else act(kept(self.gate(x))) * h
+    def __call__(
+        self, x: Float[Array, "*B D"], rate: float, key: Array | None, keep: bool = True
+    ) -> Float[Array, "*B D"]:
+        """With `keep`, the backward finds the products of the first map; else it makes them again."""
+        act, mark = ACTIVATIONS[self.activation], kept if keep else (lambda y: y)
+        h = mark(self.wi(x))
+        h = act(h) if self.gate is None else act(mark(self.gate(x))) * h
         return self.wo(dropout(h, rate, key))
 
 
