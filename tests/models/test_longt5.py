@@ -15,7 +15,9 @@ from transformers.models.longt5 import modeling_longt5
 import flaxen
 from flaxen.hf import t5 as hf_t5
 from flaxen.hf import weightmap
+from flaxen.models import t5
 from flaxen.models.t5 import PRESETS, T5, Config
+from flaxen.nn import stack
 from flaxen.nn.param import initialise
 from flaxen.tree import leaves
 
@@ -200,3 +202,17 @@ def test_bfloat16_follows_float32(attention: str) -> None:
     for name, gradient in leaves(grads).items():
         other = leaves(low_grads)[name]
         assert jnp.vdot(gradient, other) > 0.98 * jnp.linalg.norm(gradient) * jnp.linalg.norm(other), name
+
+
+def test_long_rows_keep_less_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = initialise(T5(dataclasses.replace(LONG, attention="transient-global")), 0)
+    ids, valid, labels = (jnp.asarray(a) for a in random_batch(50, 2, rows=1, source=90))
+    ends = []
+    for long, cached in ((2**22, 2**18), (16, 200)):
+        monkeypatch.setattr(t5, "LONG", long)
+        monkeypatch.setattr(stack, "CACHED", cached)
+        ends.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
+    (value, grads), (other, other_grads) = ends
+    np.testing.assert_allclose(value, other, rtol=1e-6)
+    for name, gradient in leaves(grads).items():
+        close(gradient, leaves(other_grads)[name], 1e-5)

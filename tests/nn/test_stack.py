@@ -28,6 +28,29 @@ def test_rows_by_rows_equal_the_batch(tokens: int, monkeypatch: pytest.MonkeyPat
         np.testing.assert_allclose(leaves(other)[name], leaf, rtol=0, atol=1e-5 * float(jnp.abs(leaf).max()))
 
 
+@pytest.mark.parametrize("length", [7, 32, 33])
+def test_tokens_by_tokens_equal_the_row(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients, also where the pieces do not divide the row."""
+    draw = np.random.default_rng(0)
+    x, w = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in ((2, length, 4), (4, 4)))
+
+    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+        return stack.by_tokens(lambda x, key: jnp.tanh(x @ w), x, None)
+
+    monkeypatch.setattr(stack, "CACHED", 40)
+    value, back = jax.vjp(f, w, x)
+    expected, expected_back = jax.vjp(lambda w, x: jnp.tanh(x @ w), w, x)
+    np.testing.assert_allclose(value, expected, atol=1e-6)
+    for one, other in zip(back(x), expected_back(x)):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_each_piece_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "CACHED", 40)
+    noise = stack.by_tokens(lambda x, key: jax.random.normal(key, x.shape), jnp.zeros((1, 20, 4)), jax.random.key(0))
+    assert not np.allclose(noise[0, :10], noise[0, 10:])
+
+
 def test_unstacking_has_the_gradient_of_slicing() -> None:
     w = jnp.arange(12.0).reshape(3, 4)
     f = lambda w: sum((i + 1) * jnp.sum(row**2) for i, row in enumerate(stack.unstack(w)))  # noqa: E731
