@@ -9,7 +9,8 @@ import tomli_w
 import tyro
 
 from flaxen.cli import recipe
-from flaxen.cli.settings import Settings, Start
+from flaxen.cli.settings import DenoiseSettings as Settings
+from flaxen.cli.settings import Start
 from flaxen.cli.train import TrainDenoise
 from flaxen.data.corpus import Corpus
 from flaxen.errors import InputError
@@ -34,7 +35,9 @@ EVERYTHING = Settings(
         cache=Path("some/tokens"),
     ),
     objective=Objective(input_length=96, density=0.3, mean_span=4.5, z_loss=1e-4),
-    optimizer=Optimizer("muon", 3e-4, weight_decay=0.1, b1=0.8, b2=0.95, eps=1e-6, momentum=0.9, clip=0.5),
+    optimizer=Optimizer(
+        "muon", 3e-4, weight_decay=0.1, b1=0.8, b2=0.95, eps=1e-6, momentum=0.9, clip=0.5, freeze=("head.*",)
+    ),
     schedule=Schedule("warmup-stable-decay", warmup=7, floor=0.1, decay=0.3),
     training=Training(
         epochs=2.5,
@@ -90,7 +93,7 @@ def test_a_recipe_is_the_default_of_the_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[trainig]\nsteps = 5", r"no setting 'trainig'; did you mean 'training'\?; there are out, model, "),
+        ("[trainig]\nsteps = 5", r"no setting 'trainig'; did you mean 'training'\?; there are model, out, "),
         ("[training]\nstep = 5", r"r\.toml, \[training\]: no setting 'step'; did you mean 'steps'\?"),
         ("[training]\nsteps = 5.5", r"\[training\]: steps must be int, got 5\.5"),
         ("[training]\nsteps = true", "steps must be int, got True"),
