@@ -43,12 +43,12 @@ class Train(Settings):
         check(self.out, self.settings())  # before the work of reading the data
         tracking.check(self.tracking)
         built = build(self)
-        if not self.quiet:
-            print(*built.task.notes(self.training.batch_size), sep="\n", file=sys.stderr)
         # Weights that cannot be read must not leave a new directory behind; a run that goes on may not need them.
         model = None if (self.out / "config.toml").exists() else built.initial()
         with closing(Run(self.out, self.settings(), built.facts)) as run:
             initial = built.initial if model is None else lambda: model
+            if model is not None and not self.quiet:  # a run that goes on has said it before
+                print(*built.task.notes(self.training.batch_size), sep="\n", file=sys.stderr)
             tracked = tracking.trackers(self.tracking, self.out, self.settings())
             train(run, built.stepper, built.abstract, initial, tracked, built.export, self.quiet)
 
