@@ -203,6 +203,8 @@ def _forward(tensors: tuple[Array, ...], facts: tuple[Array, ...], seed: Array, 
     n_blocks = tensors[0].shape[2] // static.t_block
 
     def head(index: Array, own: tuple[Array, ...], biases: tuple[Array, ...], facts: tuple[Array, ...]) -> Any:
+        # Tied to q, or JAX would make all masks, which depend on no weight, ahead of the loop and keep them: [T, S].
+        own, biases, facts = lax.optimization_barrier((own, biases, facts))
         q, k, v, *side = own
         here = _Head(index, seed, facts, biases[0], biases[-1], static)
         vt = lax.optimization_barrier(v.T)
@@ -235,6 +237,8 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
     def head(
         index: Array, own: tuple[Array, ...], biases: tuple[Array, ...], facts: Any, g: Array, lse: Array, delta: Array
     ) -> Any:
+        # Tied to q, or JAX would make all masks, which depend on no weight, ahead of the loop and keep them: [T, S].
+        own, biases, facts = lax.optimization_barrier((own, biases, facts))
         q, k, v, *side = own
         here = _Head(index, seed, facts, biases[0], biases[-1], static)
         kt = lax.optimization_barrier(k.T)

@@ -68,6 +68,8 @@ def by_tokens(function: Callable[[Array, Array | None], Array], x: Array, key: A
     pieces = -(-x.size // CACHED)
     if jax.default_backend() != "cpu" or pieces < 2:
         return function(x, key)
+    if x.size >= LONG:  # the backward holds what is inside for one piece, not for all
+        function = jax.checkpoint(function)
     size = -(-len(tokens) // pieces)
     chunks = jnp.pad(tokens, ((0, pieces * size - len(tokens)), (0, 0))).reshape(pieces, 1, size, -1)
     keys = None if key is None else jax.random.split(key, pieces)
