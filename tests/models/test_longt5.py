@@ -216,3 +216,16 @@ def test_long_rows_keep_less_and_compute_the_same(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(value, other, rtol=1e-6)
     for name, gradient in leaves(grads).items():
         close(gradient, leaves(other_grads)[name], 1e-5)
+
+
+@pytest.mark.parametrize("attention", ["full", "local", "transient-global"])
+def test_memory_is_linear_in_length(attention: str) -> None:
+    """Of the compiled gradient: nothing of [T, S] is kept, no mask either, whatever the kind of attention."""
+    model = T5(dataclasses.replace(LONG, attention=attention))
+
+    def temporaries(length: int) -> int:
+        ids, labels = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (length, 8))
+        gradient = jax.jit(lambda model, ids, labels: jax.grad(lambda model: model.loss(ids, labels)[0])(model))
+        return gradient.lower(model, ids, labels).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8192) < 2.2 * temporaries(4096)

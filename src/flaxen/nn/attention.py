@@ -18,9 +18,12 @@ from jaxtyping import Bool, Float, Int
 from flaxen.nn.layers import Linear, keep_mask
 from flaxen.nn.stack import kept
 
-# Finite, so that a row whose keys are all masked is a mean over garbage and not NaN.
 CACHED_SCORES = 2**16  # a block of 256 x 256 in f32: 256 kB
+# Finite, so that a row whose keys are all masked is a mean over garbage and not NaN.
 MASKED = -1e9
+# Blocks up to which JAX may make masks and biases ahead of the loops and keep them for all layers. Beyond, they are
+# tied to q, or it would keep [N, T, S].
+MASKS_AHEAD = 16
 
 
 class Plan(NamedTuple):
@@ -220,6 +223,8 @@ def _forward(
     n_t, n_s = q.shape[2] // static.t_block, k.shape[2] // static.s_block
 
     def head(index: Array, q: Array, k: Array, v: Array, bias: Array, segments: Any) -> tuple[Array, Array]:
+        if n_t * n_s > MASKS_AHEAD:
+            q, bias, segments = lax.optimization_barrier((q, bias, segments))
         here = _Head(index, bias, segments, seed, n_t, static)
         ks, vs = _blocks(k, static.s_block), _blocks(v, static.s_block)
 
@@ -259,6 +264,8 @@ def _backward(static: _Static, residuals: tuple[Any, ...], g: Array) -> tuple[Ar
     def head(
         index: Array, q: Array, k: Array, v: Array, g: Array, lse: Array, delta: Array, bias: Array, segments: Any
     ) -> Any:
+        if n_t * n_s > MASKS_AHEAD:
+            q, bias, segments = lax.optimization_barrier((q, bias, segments))
         here = _Head(index, bias, segments, seed, n_t, static)
         ks, vs = _blocks(k, s), _blocks(v, s)
         kts = lax.optimization_barrier(ks.swapaxes(1, 2))
