@@ -137,11 +137,12 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
     """A config.json that transformers 4, 5 and its late Flax classes all read as the same model."""
     fields = dataclasses.asdict(config)
     name = "gelu" if config.gated and config.activation == "gelu_new" else config.activation
-    names = FIELDS | (LONG_FIELDS if config.family == "longt5" else {})
+    family = config.family if config.attention == "full" else "longt5"  # the only one with such fields
+    names = FIELDS | (LONG_FIELDS if family == "longt5" else {})
     return {
         **{theirs: fields[ours] for theirs, ours in names.items()},
-        "architectures": [f"{MODEL_TYPES[config.family]}ForConditionalGeneration"],
-        "model_type": config.family,
+        "architectures": [f"{MODEL_TYPES[family]}ForConditionalGeneration"],
+        "model_type": family,
         "is_encoder_decoder": True,
         "feed_forward_proj": f"gated-{name}" if config.gated else name,
         **special_ids(config),
