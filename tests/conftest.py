@@ -2,10 +2,13 @@
 
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+# Every worker of pytest-xdist has a cache of compiled programs and a core of its own.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla" / WORKER))
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np
@@ -16,8 +19,22 @@ with warnings.catch_warnings():
     import torch
     import transformers
 
-torch.set_num_threads(2)
+torch.set_num_threads(2 if WORKER == "alone" else 1)
 transformers.utils.logging.disable_progress_bar()
+
+PROGRAMS = 20_000  # mappings of memory; Linux allows a process 65,530, and every compiled program holds some
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Forget compiled programs before there are so many that the process dies for want of mappings."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > PROGRAMS:
+        import jax
+
+        jax.clear_caches()
+
 
 SMALL = {
     "vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,

@@ -16,6 +16,7 @@ from flaxen.hf import t5 as hf_t5
 from flaxen.hf import weightmap
 from flaxen.models.t5 import PRESETS, T5, Config
 from flaxen.models.t5_decoding import Decoding
+from flaxen.nn.attention import Plan
 from flaxen.nn.param import initialise
 from flaxen.nn.position import bucket
 from flaxen.tree import leaves, size
@@ -176,7 +177,7 @@ def test_decoder_does_not_see_the_future() -> None:
     source = model.encode(ids)
 
     def hidden(x: jax.Array) -> jax.Array:
-        return model.decoder(x, None, (source, None), None)[0].sum(axis=-1)
+        return model.decoder(x, None, (source, Plan()), None)[0].sum(axis=-1)
 
     jacobian = jax.jacobian(hidden)(model.embedding(jnp.asarray([[0, 5, 6, 7, 8, 9]])))[:, 0]
     reach = np.abs(jacobian).sum(axis=-1) > 0
