@@ -1,7 +1,6 @@
 """A model with its tokenizer: loaded from a checkpoint, asked for logits or text, saved again."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,19 +11,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxen.data.images import Processor, Unreadable, open_image
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError
-from flaxen.generate.batches import batches
+from flaxen.generate.batches import batches, groups
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
 from flaxen.generate.search import ended
-from flaxen.hf import files, t5, weightmap
-from flaxen.models.t5 import T5, Config
-from flaxen.models.t5_decoding import Decoding
+from flaxen.hf import families, files
+from flaxen.hf.families import Model
+from flaxen.models.captioner import Captioner
+from flaxen.models.gpt2 import GPT2
+from flaxen.models.gpt2_decoding import CaptionDecoding
+from flaxen.models.gpt2_decoding import Decoding as GPT2Decoding
+from flaxen.models.t5 import T5
+from flaxen.models.t5_decoding import Decoding as T5Decoding
 from flaxen.nn.param import initialise
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-Prompts = str | Sequence[Any]  # texts, or lists of ids
+DECODING: dict[type, Any] = {T5: T5Decoding, GPT2: GPT2Decoding, Captioner: CaptionDecoding}
+Prompts = (
+    str | os.PathLike[str] | Sequence[Any] | np.ndarray
+)  # texts, lists of ids, or pictures: paths, PIL images, arrays of pixels
 
 
 @dataclass(frozen=True)
@@ -42,31 +50,40 @@ class Generated:
 class Pretrained:
     """A model and what belongs to it."""
 
-    model: T5
+    model: Model
     tokenizer: Tokenizer | None = None
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json
+    processor: Processor | None = None  # preprocessor_config.json
 
     @property
-    def config(self) -> Config:
+    def config(self) -> Any:
         return self.model.config
 
-    def logits(self, input_ids: Any, decoder_input_ids: Any, valid: Any = None) -> np.ndarray:
-        """Logits [B, T, V] of decoder_input_ids [B, T] given input_ids [B, S]; `valid` is True for real inputs."""
-        ids, decoder_ids = self._checked(input_ids, "input_ids"), self._checked(decoder_input_ids, "decoder_input_ids")
+    def logits(self, inputs: Any, decoder_input_ids: Any = None, valid: Any = None) -> np.ndarray:
+        """Logits [B, T, V]. A T5 takes input_ids [B, S] and decoder_input_ids [B, T], a captioner pictures and the
+        latter, a GPT-2 ids [B, T] alone; `valid` is True for real inputs."""
         mask = None if valid is None else jnp.asarray(np.asarray(valid, bool))
+        if isinstance(self.model, Captioner):
+            ids = self._checked(decoder_input_ids, "decoder_input_ids")
+            return np.asarray(_logits(self.model, jnp.asarray(self.pixels(inputs)), jnp.asarray(ids)))
+        ids = self._checked(inputs, "input_ids")
         if mask is not None and mask.shape != ids.shape:
             raise InputError(f"valid has shape {mask.shape}, input_ids {ids.shape}; they must be equal")
-        return np.asarray(_logits(self.model, jnp.asarray(ids), jnp.asarray(decoder_ids), mask))
+        if isinstance(self.model, T5):
+            decoder_ids = self._checked(decoder_input_ids, "decoder_input_ids")
+            return np.asarray(_logits(self.model, jnp.asarray(ids), jnp.asarray(decoder_ids), mask))
+        return np.asarray(_logits(self.model, jnp.asarray(ids), None, mask))
 
     def generate(self, prompts: Prompts, *, batch_size: int = 16, **options: Any) -> list[Generated]:
         """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`."""
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
-        outputs = self._generator(options).outputs(self.encode(prompts), batch_size)
+        generator = self._generator(options)
+        outputs = generator.outputs(self._batches(prompts, batch_size, generator.options.max_new_tokens))
         return [Generated(decode(one.tokens), *one) for one in sorted(outputs, key=lambda one: one.prompt)]
 
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
         """The text of one output, piece by piece as it is made."""
         generator = self._generator(options)
         chosen = generator.options
@@ -74,12 +91,13 @@ class Pretrained:
             raise InputError("a stream has one sequence: leave num_beams and num_return_sequences at 1")
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer; use generate() with ids")
-        ((rows, ids, valid),) = batches(self.encode([prompt]), 1, self.config.pad_id)
-        search, said = generator.begin(rows, ids, valid), ""
+        ((rows, inputs),) = self._batches([prompt], 1, chosen.max_new_tokens)
+        search, said = generator.begin(rows, inputs), ""
+        first = int(search.begun)
         for n in range(1, chosen.max_new_tokens + 1):
             search = generator.advance(search, n)
             over = bool(ended(search, chosen)) or n == chosen.max_new_tokens
-            text = self.tokenizer.decode(np.asarray(search.tokens[0, 0, 1 : n + 1]).tolist())
+            text = self.tokenizer.decode(np.asarray(search.tokens[0, 0, first : first + n]).tolist())
             # A character may be half there: hold it back until its last byte has come.
             if text.startswith(said) and (over or not text.endswith("�")):
                 yield text[len(said) :]
@@ -87,19 +105,64 @@ class Pretrained:
             if over:
                 return
 
+    def _batches(self, prompts: Prompts, batch_size: int, new: int) -> Iterator[tuple[np.ndarray, Any]]:
+        """The inputs of some prompts at a time, with their numbers."""
+        if isinstance(self.model, Captioner):
+            pictures = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
+            for rows in groups(range(len(pictures)), batch_size):
+                yield rows, self.pixels([pictures[max(row, 0)] for row in rows])
+            return
+        encoded = self.encode(prompts)
+        if isinstance(self.model, GPT2):
+            limit = self.config.n_positions
+            for i, ids in enumerate(encoded):
+                if len(ids) + new > limit:
+                    raise InputError(
+                        f"prompt {i} has {len(ids):,} tokens and max_new_tokens={new:,} are to follow, but the model has "
+                        f"{limit:,} positions; shorten it, or ask for fewer"
+                    )
+        yield from batches(encoded, batch_size, self.config.pad_id, left=isinstance(self.model, GPT2))
+
+    def pixels(self, pictures: Any) -> np.ndarray:
+        """Pictures as the model takes them, [B, C, height, width]: paths, PIL images, or arrays that are so already."""
+        if isinstance(pictures, np.ndarray | jax.Array):
+            found = np.asarray(pictures, np.float32)
+        else:
+            found = np.stack([self._picture(picture, i) for i, picture in enumerate(pictures)])
+        want = (self.config.encoder.n_channels, *self.config.encoder.image_size)
+        if found.ndim != 4 or (found.shape[1:] != want and not self.config.encoder.interpolate):
+            raise InputError(f"expected pixels of shape (pictures, {', '.join(map(str, want))}), got {found.shape}")
+        return found
+
+    def _picture(self, picture: Any, number: int) -> np.ndarray:
+        if isinstance(picture, np.ndarray | jax.Array):
+            return np.asarray(picture, np.float32)
+        if self.processor is None:
+            raise InputError("this checkpoint has no preprocessor_config.json; give arrays of pixels, not pictures")
+        if isinstance(picture, str | os.PathLike):
+            try:
+                picture = open_image(Path(picture).expanduser())
+            except Unreadable as error:
+                raise InputError(f"picture {number}, {picture}: {error}") from None
+        return self.processor(picture)
+
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Prompts as ids, checked: in range, and something in each beside special tokens."""
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
         if prompts and isinstance(prompts[0], int | np.integer):
             raise InputError("prompts are texts or lists of ids, got a bare list of ids; wrap it in a list")
+        alone = isinstance(self.model, GPT2)  # it goes on with a prompt, and needs none
         encoded = []
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 if self.tokenizer is None:
                     raise InputError("this checkpoint has no tokenizer files; give lists of ids instead of texts")
-                ids = self.tokenizer.encode(prompt)
+                ids = self.tokenizer.encode(prompt, eos=not alone)
             else:
                 ids = self._checked(prompt, f"prompt {i}", axes=1).tolist()
+            if alone:
+                encoded.append(ids or [self.config.start_id])
+                continue
             blank = isinstance(prompt, str) and self.tokenizer is not None and not self.tokenizer.decode(ids)
             if blank or not set(ids) - {self.config.pad_id, *self.config.eos_ids}:
                 what = "is empty" if not len(prompt) else "holds only special tokens"
@@ -109,23 +172,23 @@ class Pretrained:
 
     def save(self, directory: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
         """Write a Hugging Face checkpoint that transformers 4 and 5 load with equal logits: all of it, or nothing."""
-        dtype = str(jax.tree.leaves(self.model)[0].dtype)
-        tensors = t5.with_copies(self.config, weightmap.save(self.model, t5.rows(self.config)))
         with files.whole_directory(Path(directory)) as fresh:
-            files.write_json(fresh / "config.json", t5.write_config(self.config, dtype))
-            files.write_json(fresh / "generation_config.json", {**t5.special_ids(self.config), **self.generation})
-            files.write_tensors(fresh, tensors, shard_bytes)
+            families.write(self.model, fresh, self.generation, shard_bytes)
             for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
                 (fresh / name).write_bytes(content)
+            if self.processor is not None:
+                files.write_json(fresh / "preprocessor_config.json", self.processor.to_json())
 
     def _generator(self, given: dict[str, Any]) -> Generator:
+        if type(self.model) not in DECODING:
+            raise InputError(f"a {type(self.model).__name__} writes nothing; it is the half of a captioner that sees")
         options = make_options(given, self.generation)
         forced = (options.forced_bos_token_id, options.forced_eos_token_id)
         for one in (*forced, *(options.eos_token_id or ()), *(i for word in options.bad_words_ids for i in word)):
             if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        return Generator(Decoding, self.model, options, self.config.pad_id, eos)
+        return Generator(DECODING[type(self.model)], self.model, options, self.config.pad_id, eos)
 
     def _checked(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:
         try:
@@ -143,8 +206,8 @@ class Pretrained:
 
 
 @jax.jit
-def _logits(model: T5, input_ids: jax.Array, decoder_ids: jax.Array, valid: jax.Array | None) -> jax.Array:
-    return model.logits(input_ids, decoder_ids, valid)
+def _logits(model: Any, inputs: jax.Array, decoder_ids: jax.Array | None, *valid: jax.Array | None) -> jax.Array:
+    return model.logits(inputs, decoder_ids, *valid)
 
 
 def load(source: str | os.PathLike[str], dtype: str = "float32", compute: str | None = None) -> Pretrained:
@@ -154,36 +217,23 @@ def load(source: str | os.PathLike[str], dtype: str = "float32", compute: str | 
             raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
     cache_compilations()
     directory = files.locate(source)
-    config, tensors, generation = read_config(directory)
-    config = dataclasses.replace(config, compute=compute or dtype)
+    stored = families.read(directory)
+    config = families.computing(stored.config, compute=compute or dtype)
     tokenizer = load_tokenizer(directory)
-    if tokenizer is not None and tokenizer.size > config.vocab_size:
+    if tokenizer is not None and tokenizer.size > getattr(config, "vocab_size", tokenizer.size):
         raise InputError(
             f"{directory}: the tokenizer has {tokenizer.size} ids and the model only {config.vocab_size}; "
             "they do not belong together"
         )
-    spare = functools.partial(t5.spare, tensors=tensors)
-    model = weightmap.load(T5(config), t5.rows(config), tensors, DTYPES[dtype], spare)
-    return Pretrained(model, tokenizer, generation)
+    return Pretrained(stored.load(config, DTYPES[dtype]), tokenizer, stored.generation, Processor.read(directory))
 
 
-def read_config(directory: Path) -> tuple[Config, files.Tensors, dict[str, Any]]:
-    """config.json, the table of tensors beside it, and generation_config.json (empty if there is none)."""
-    json = files.read_json(directory / "config.json")
-    if json.get("model_type", "t5") not in t5.MODEL_TYPES:
-        raise InputError(f"{directory}: model_type {json['model_type']!r}; supported: {', '.join(t5.MODEL_TYPES)}")
-    tensors = files.Tensors(directory)
-    path = directory / "generation_config.json"
-    generation = files.read_json(path) if path.exists() else {}
-    # Its ids win over config.json's, as in transformers.
-    own = {name: value for name in t5.SPECIAL if (value := generation.get(name)) is not None}
-    return t5.read_config({**json, **own}, tensors), tensors, generation
-
-
-def create(config: Config, seed: int = 0, tokenizer: Tokenizer | None = None) -> Pretrained:
+def create(
+    config: Any, seed: int = 0, tokenizer: Tokenizer | None = None, processor: Processor | None = None
+) -> Pretrained:
     """A model with random weights."""
     cache_compilations()
-    return Pretrained(initialise(T5(config), seed), tokenizer)
+    return Pretrained(initialise(families.of_config(config)(config), seed), tokenizer, {}, processor)
 
 
 def cache_compilations() -> None:

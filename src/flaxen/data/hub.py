@@ -28,14 +28,19 @@ class DatasetRows:
     def size(self) -> int | None:
         return None
 
-    def rows(self, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
-        datasets = self._library()
-        saved = self._saved()
+    def load(self) -> Any:
+        """The split as `datasets` has it."""
+        datasets, saved = self._library(), self._saved()
         try:
             if saved:
-                table = datasets.load_from_disk(str(saved))
-            else:
-                table = datasets.load_dataset(self.dataset, self.config, split=self.split, streaming=self.streaming)
+                return datasets.load_from_disk(str(saved))
+            return datasets.load_dataset(self.dataset, self.config, split=self.split, streaming=self.streaming)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._failure(error) from error
+
+    def rows(self, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
+        table = self.load()
+        try:
             columns = table.column_names or list(next(iter(table), {}))  # a stream may not know before it reads
             wanted = choose(columns, self.name)
             number = 0

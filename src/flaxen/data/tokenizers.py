@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # What a Hugging Face directory may say of its tokenizer. A saved model takes all of it along unchanged.
 VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json", "merges.txt")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+END_OF_TEXT = "<|endoftext|>"
 Files = dict[str, bytes]
 Segment = Callable[[list[str]], list[list[int]]]
 Arrays = tuple["numpy.ndarray", "numpy.ndarray"]  # the tokens of all texts in a row, and how many each text has
@@ -235,12 +236,14 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
             return JsonTokenizer(files)
         if "spiece.model" in files:
             return SentencePieceTokenizer(files)
+        if "vocab.json" in files and "merges.txt" in files:
+            return JsonTokenizer(files | {"tokenizer.json": _byte_level(files)})
         if _settings(files).get("tokenizer_class") == "ByT5Tokenizer":
             return ByteTokenizer(files)
     except ValueError as error:
         raise InputError(f"{directory}: {error}") from error
     raise InputError(
-        f"{directory}: expected tokenizer.json, spiece.model or the tokenizer_class ByT5Tokenizer, got only "
+        f"{directory}: expected tokenizer.json, spiece.model, vocab.json with merges.txt or the tokenizer_class ByT5Tokenizer, got only "
         f"{', '.join(files)}; transformers' save_pretrained writes a tokenizer.json"
     )
 
@@ -316,12 +319,34 @@ def _special_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def _role_ids(files: Files, lookup: Callable[[str], int | None]) -> tuple[int, int, int | None]:
     names = [token["content"] for token in _special_tokens(_settings(files))[:3]]
     pad, eos, unk = map(lookup, names)
+    if pad is None and lookup(END_OF_TEXT) is not None:  # GPT-2 knows only this one
+        eos = lookup(END_OF_TEXT) if eos is None else eos
+        pad = eos
     if pad is None or eos is None:
         raise InputError(
             f"expected ids for the pad and eos tokens, got {names[0]}: {pad}, {names[1]}: {eos}; "
             "name tokens of the vocabulary as pad_token and eos_token in tokenizer_config.json"
         )
     return pad, eos, unk
+
+
+def _byte_level(files: Files) -> bytes:
+    """GPT-2's vocab.json and merges.txt as a tokenizer.json."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    vocabulary = _json_object(files, "vocab.json")
+    lines = files["merges.txt"].decode("utf-8").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    try:
+        backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    except Exception as error:  # the library raises no narrower one
+        raise _corrupt("merges.txt", f"pairs of pieces of vocab.json ({error})", files["merges.txt"]) from error
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if END_OF_TEXT in vocabulary:
+        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return backend.to_str().encode()
 
 
 def _sentinels(lookup: Callable[[str], int | None]) -> tuple[int, ...]:

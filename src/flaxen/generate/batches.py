@@ -14,18 +14,29 @@ def bucket(n: int, smallest: int = 16) -> int:
 
 
 def batches(
-    prompts: Sequence[Sequence[int]], batch_size: int, pad: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(rows, ids, valid) per batch: neighbours in length together. A row of -1 is padding of the batch."""
+    prompts: Sequence[Sequence[int]], batch_size: int, pad: int, left: bool = False
+) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
+    """(rows, (ids, valid)) per batch: neighbours in length together, padded behind them or at their left. A row of -1
+    is padding of the batch."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for rows in groups(order, batch_size):
+        length = bucket(max(len(prompts[i]) for i in rows if i >= 0))
+        ids = np.full((len(rows), length), pad, np.int32)
+        valid = np.zeros(ids.shape, bool)
+        for row, prompt in enumerate(rows):
+            if prompt >= 0:
+                n = len(prompts[prompt])
+                place = slice(length - n, None) if left else slice(n)
+                ids[row, place], valid[row, place] = prompts[prompt], True
+        if left:
+            valid[rows < 0, -1] = True  # a row of nothing but padding would have no last token
+        yield rows, (ids, valid)
+
+
+def groups(order: Sequence[int], batch_size: int) -> Iterator[np.ndarray]:
+    """The numbers in `order`, some at a time; the last group is filled up to a power of two with -1."""
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        size = min(batch_size, 1 << (len(chosen) - 1).bit_length())
-        rows = np.full(size, -1, np.int32)
+        rows = np.full(min(batch_size, 1 << (len(chosen) - 1).bit_length()), -1, np.int32)
         rows[: len(chosen)] = chosen
-        ids = np.full((size, bucket(len(prompts[chosen[-1]]))), pad, np.int32)
-        valid = np.zeros(ids.shape, bool)
-        for row, prompt in enumerate(chosen):
-            ids[row, : len(prompts[prompt])] = prompts[prompt]
-            valid[row, : len(prompts[prompt])] = True
-        yield rows, ids, valid
+        yield rows

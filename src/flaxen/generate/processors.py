@@ -14,16 +14,17 @@ FORBIDDEN = -jnp.inf
 
 
 class Context(NamedTuple):
-    """What a processor may look at: all tokens so far, the start token first."""
+    """What a processor may look at: all tokens so far, a prompt or the start token first."""
 
     tokens: Int[Array, "B G T"]
     length: Int[Array, ""]  # tokens so far
+    begun: Int[Array, ""]  # of the prompt
     numbers: dict[str, Array]  # values of the options
 
     @property
     def new(self) -> Array:
         """Tokens generated so far."""
-        return self.length - 1
+        return self.length - self.begun
 
 
 Processor = Callable[[Float[Array, "B G V"], Context], Float[Array, "B G V"]]

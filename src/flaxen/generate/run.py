@@ -1,13 +1,14 @@
-"""From prompts to outputs: batches of like lengths, searched to the end."""
+"""From batches of inputs to outputs: searched to the end."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxen.generate.batches import batches, bucket
+from flaxen.generate.batches import bucket
 from flaxen.generate.options import Options
 from flaxen.generate.search import Beams, Decodes, Sampling, advance, begin
 
@@ -31,14 +32,14 @@ class Generator:
     pad: int
     eos: tuple[int, ...]
 
-    def outputs(self, prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[Output]:
-        """options.num_return_sequences for each prompt; short prompts first."""
-        for rows, ids, valid in batches(prompts, batch_size, self.pad):
-            search = self.advance(self.begin(rows, ids, valid), self.options.max_new_tokens)
+    def outputs(self, batches: Iterable[tuple[np.ndarray, Any]]) -> Iterator[Output]:
+        """options.num_return_sequences for each row of each batch; a row is the number of its prompt, or -1."""
+        for rows, inputs in batches:
+            search = self.advance(self.begin(rows, inputs), self.options.max_new_tokens)
             yield from self._collect(search, rows)
 
-    def begin(self, rows: np.ndarray, ids: np.ndarray, valid: np.ndarray) -> Sampling | Beams:
-        room, inputs = bucket(self.options.max_new_tokens), (jnp.asarray(ids), jnp.asarray(valid))
+    def begin(self, rows: np.ndarray, inputs: Any) -> Sampling | Beams:
+        room, inputs = bucket(self.options.max_new_tokens), jax.tree.map(jnp.asarray, inputs)
         return begin(self.decoding, self.model, inputs, jnp.asarray(rows), room, self.options.static(), self.pad)
 
     def advance(self, search: Sampling | Beams, until: int) -> Sampling | Beams:
@@ -50,11 +51,14 @@ class Generator:
         if isinstance(search, Beams):
             found = (search.finished_tokens, search.finished_logprobs, search.finished_scores)
         else:
-            found = (search.tokens, search.logprobs, search.logprobs[:, :, 1:].sum(axis=-1))
+            found = (search.tokens, search.logprobs, search.logprobs.sum(axis=-1))
         tokens, logprobs, scores = map(np.asarray, found)
+        first = int(search.begun)
         n_best, longest = self.options.num_return_sequences, self.options.max_new_tokens
         for row in np.flatnonzero(rows >= 0):
-            for ids, log, score in zip(tokens[row, :n_best, 1:], logprobs[row, :n_best, 1:], scores[row, :n_best]):
+            for ids, log, score in zip(
+                tokens[row, :n_best, first:], logprobs[row, :n_best, first:], scores[row, :n_best]
+            ):
                 ends = np.flatnonzero(np.isin(ids, self.eos))
                 n = min(ends[0] + 1 if len(ends) else len(ids), longest)
                 yield Output(ids[:n].tolist(), log[:n].tolist(), float(score), int(rows[row]))

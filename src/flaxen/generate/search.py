@@ -24,8 +24,9 @@ DEAD = -1e9  # the score of a beam that does not exist; finite as transformers' 
 class Decodes(Protocol):
     """All that the generator knows of a model."""
 
-    def start(self, inputs: Any, length: int, beams: int, reorder: bool) -> tuple[Int[Array, "B G"], Any]:
-        """The first tokens, and a state with room for `length` of them; `select` is called only with `reorder`."""
+    def start(self, inputs: Any, length: int, beams: int, reorder: bool) -> tuple[Int[Array, "B G P"], Any]:
+        """What is there before anything is generated, of which the state has read all but the last token; the state has
+        room for `length` tokens, that one included. `select` is called only with `reorder`."""
         ...
 
     def step(self, tokens: Int[Array, "B G"], state: Any) -> tuple[Float[Array, "B G V"], Any]:
@@ -41,9 +42,10 @@ class Sampling(NamedTuple):
     """Greedy search and sampling in progress."""
 
     state: Any
-    tokens: Int[Array, "B G T"]  # the start token, then what was generated
+    tokens: Int[Array, "B G T"]  # the prompt or start token, then what was generated
     logprobs: Float[Array, "B G T"]  # of the model itself, before processors
     length: Int[Array, ""]
+    begun: Int[Array, ""]  # the length before anything was generated
     done: Bool[Array, "B G"]
     rows: Int[Array, "B"]  # which input each row is: noise depends on it and not on the batch
 
@@ -55,6 +57,7 @@ class Beams(NamedTuple):
     tokens: Int[Array, "B G T"]
     logprobs: Float[Array, "B G T"]
     length: Int[Array, ""]
+    begun: Int[Array, ""]
     scores: Float[Array, "B G"]
     finished_tokens: Int[Array, "B G T"]
     finished_logprobs: Float[Array, "B G T"]
@@ -75,16 +78,16 @@ def begin(
 ) -> Sampling | Beams:
     """A search with room for `room` tokens. Rows of -1 are padding of the batch: they count as finished."""
     first, state = decoding(model).start(inputs, room, options.beams, reorder=options.num_beams > 1)
-    tokens = jnp.full((*first.shape, room + 1), pad, jnp.int32).at[:, :, 0].set(first)
+    tokens = jnp.pad(first, ((0, 0), (0, 0), (0, room)), constant_values=pad)
     logprobs = jnp.zeros(tokens.shape, jnp.float32)
-    idle, length = rows < 0, jnp.ones((), jnp.int32)
+    idle, length, shape = rows < 0, jnp.asarray(first.shape[2], jnp.int32), first.shape[:2]
     if options.num_beams == 1:
-        return Sampling(state, tokens, logprobs, length, jnp.broadcast_to(idle[:, None], first.shape), rows)
+        return Sampling(state, tokens, logprobs, length, length, jnp.broadcast_to(idle[:, None], shape), rows)
     # Only the first beam lives at the start; the others would repeat it.
-    scores = jnp.broadcast_to(jnp.where(jnp.arange(options.num_beams) == 0, 0.0, DEAD), first.shape)
-    finished = jnp.broadcast_to(idle[:, None], first.shape)
-    worst = jnp.full(first.shape, DEAD)
-    return Beams(state, tokens, logprobs, length, scores, tokens, logprobs, worst, finished, ~idle)
+    scores = jnp.broadcast_to(jnp.where(jnp.arange(options.num_beams) == 0, 0.0, DEAD), shape)
+    finished = jnp.broadcast_to(idle[:, None], shape)
+    worst = jnp.full(shape, DEAD)
+    return Beams(state, tokens, logprobs, length, length, scores, tokens, logprobs, worst, finished, ~idle)
 
 
 @partial(jax.jit, static_argnames=("decoding", "options", "eos", "pad"), donate_argnames=("search",))
@@ -102,7 +105,7 @@ def advance(
     decodes = decoding(model)
     step = _sampling_step if isinstance(search, Sampling) else _beam_step
     body = lambda search: step(decodes, search, numbers, options, eos, pad)  # noqa: E731
-    return lax.while_loop(lambda search: (search.length <= until) & ~ended(search, options), body, search)
+    return lax.while_loop(lambda search: (search.length - search.begun < until) & ~ended(search, options), body, search)
 
 
 def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
@@ -123,9 +126,9 @@ def _sampling_step(
 ) -> Sampling:
     at = search.length
     logits, state = decodes.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
-    shaped = _process(logits, search.tokens, at, numbers, options, eos)
+    shaped = _process(logits, search, numbers, options, eos)
     if options.do_sample:
-        key = jax.random.fold_in(jax.random.key(numbers["seed"]), at)
+        key = jax.random.fold_in(jax.random.key(numbers["seed"]), at - search.begun + 1)
         keys = jax.vmap(partial(jax.random.fold_in, key))(search.rows)
         shaped = shaped + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     chosen = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
@@ -150,10 +153,11 @@ def _beam_step(
     pad: int,
 ) -> Beams:
     at, n = search.length, options.num_beams
+    new = at - search.begun + 1  # tokens generated when this step is done
     limit, penalty = numbers["max_new_tokens"], numbers.get("length_penalty", jnp.ones(()))
     logits, state = decodes.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    shaped = _process(logprobs, search.tokens, at, numbers, options, eos)
+    shaped = _process(logprobs, search, numbers, options, eos)
 
     # Enough candidates that `n` of them go on even if as many end.
     totals = (shaped + search.scores[..., None]).reshape(len(logits), -1)
@@ -162,14 +166,14 @@ def _beam_step(
     gained = jnp.take_along_axis(logprobs.reshape(len(logits), -1), index, axis=1)
     tokens = lax.dynamic_update_index_in_dim(_pick(search.tokens, parent), token, at, 2)
     history = lax.dynamic_update_index_in_dim(_pick(search.logprobs, parent), gained, at, 2)
-    ends = _is_end(token, eos) | (at >= limit)
+    ends = _is_end(token, eos) | (new >= limit)
 
     # The best `n` that have not ended run on.
     running, order = lax.top_k(totals + ends * DEAD, n)
     # Only the best `n` candidates may finish, and only in a row that is still open.
     full = jnp.all(search.finished, axis=1) & (options.early_stopping is True)
     may = ends & (jnp.arange(ends.shape[1]) < n)
-    scores = totals / at.astype(jnp.float32) ** penalty + DEAD * (
+    scores = totals / new.astype(jnp.float32) ** penalty + DEAD * (
         ~may + (full | ~search.open)[:, None].astype(jnp.float32)
     )
     best, keep = lax.top_k(jnp.concatenate([search.finished_scores, scores], axis=1), n)
@@ -177,7 +181,7 @@ def _beam_step(
     finished = merge(search.finished, may)
 
     # Can a running beam still beat the worst finished one?
-    reach = jnp.where((options.early_stopping == "never") & (penalty > 0.0), limit, at).astype(jnp.float32)
+    reach = jnp.where((options.early_stopping == "never") & (penalty > 0.0), limit, new).astype(jnp.float32)
     hope = running[:, :1] / reach**penalty
     worst = jnp.where(finished, jnp.min(best, axis=1, keepdims=True), DEAD)
     return Beams(
@@ -185,6 +189,7 @@ def _beam_step(
         tokens=_pick(tokens, order),
         logprobs=_pick(history, order),
         length=at + 1,
+        begun=search.begun,
         scores=running,
         finished_tokens=merge(search.finished_tokens, tokens),
         finished_logprobs=merge(search.finished_logprobs, history),
@@ -195,14 +200,9 @@ def _beam_step(
 
 
 def _process(
-    logits: Array,
-    tokens: Array,
-    length: Array,
-    numbers: dict[str, Array],
-    options: Options,
-    eos: tuple[int, ...],
+    logits: Array, search: Sampling | Beams, numbers: dict[str, Array], options: Options, eos: tuple[int, ...]
 ) -> Array:
-    context = Context(tokens, length, numbers)
+    context = Context(search.tokens, search.length, search.begun, numbers)
     for process in processors(options, eos, sampling=options.do_sample):
         logits = process(logits, context)
     return logits

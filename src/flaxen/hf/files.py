@@ -70,9 +70,9 @@ class Tensors:
     The header is read here and not by the safetensors package because its NumPy side knows no bfloat16.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, name: str = "model.safetensors"):
         self._entries: dict[str, tuple[Path, dict[str, Any], int]] = {}
-        for path in _weight_files(directory):
+        for path in _weight_files(directory, name):
             header, start = _header(path)
             self._entries.update({name: (path, entry, start) for name, entry in header.items()})
 
@@ -98,19 +98,19 @@ class Tensors:
         return np.memmap(path, DTYPES[entry["dtype"]], "r", start + entry["data_offsets"][0], shape)
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+def _weight_files(directory: Path, name: str) -> list[Path]:
+    index = directory / f"{name}.index.json"
     if index.exists():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (directory / name).exists()]
         if missing or not names:
             raise InputError(f"{index} names shards that are not there: {', '.join(missing) or 'none at all'}")
         return [directory / name for name in names]
-    if (directory / "model.safetensors").exists():
-        return [directory / "model.safetensors"]
+    if (directory / name).exists():
+        return [directory / name]
     others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".msgpack", ".h5", ".pt"))
     hint = f"; it holds {', '.join(others)}: save those weights as safetensors first" if others else ""
-    raise InputError(f"{directory} has neither model.safetensors nor model.safetensors.index.json{hint}")
+    raise InputError(f"{directory} has neither {name} nor {name}.index.json{hint}")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -158,14 +158,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 @contextmanager
-def whole_directory(target: Path) -> Iterator[Path]:
+def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     """Yields a fresh directory that becomes `target` if the block succeeds and vanishes if it does not.
 
-    A checkpoint that stood at `target` stays until the new one is complete; anything else there is refused.
+    A checkpoint that stood at `target` (it has the file `mark`) stays until the new one is complete; anything else there
+    is refused.
     """
     target = target.expanduser()
     if target.is_dir():
-        strange = not (target / "config.json").exists() and any(target.iterdir())
+        strange = not (target / mark).exists() and any(target.iterdir())
     else:
         strange = target.exists()
     if strange:

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from flaxen.errors import InputError, nearest
+from flaxen.hf.fields import ids, make, one_or_list, read
 from flaxen.hf.files import Tensors
-from flaxen.hf.weightmap import Row
+from flaxen.hf.weightmap import Row, same
 from flaxen.models.t5 import Config
 
 MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "longt5": "LongT5"}  # and what the names of their classes begin with
@@ -43,24 +43,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 # Fields that say nothing about the arithmetic of this model, whatever their value.
 SILENT = {
-    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path",
-    "tokenizer_class", "task_specific_params", "n_positions", "output_past", "use_cache", "id2label", "label2id",
-    "num_labels", "problem_type", "classifier_dropout", "output_attentions", "output_hidden_states", "return_dict",
-    "bos_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "finetuning_task", "max_length",
-    "gradient_checkpointing", "dense_act_fn", "is_gated_act", "feed_forward_proj", "eos_token_id",
-    "tie_word_embeddings", "scale_decoder_outputs", "generation_config",
+    "n_positions", "output_past", "classifier_dropout", "dense_act_fn", "is_gated_act", "feed_forward_proj",
+    "scale_decoder_outputs",
 }  # fmt: skip
 # Fields that would change the arithmetic: only these values are the model that we compute.
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (True,),
     "is_decoder": (False,),
     "add_cross_attention": (False,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({}, None),
-    "chunk_size_feed_forward": (0,),
-    "torchscript": (False,),
-    "use_bfloat16": (False,),
-    "quantization_config": (None,),
 }
 
 
@@ -71,33 +61,15 @@ def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
     """
     kind = json.get("model_type", "t5")
     names = FIELDS | (LONG_FIELDS if kind == "longt5" else {})
-    problems = []
-    for name, value in json.items():
-        if name in FIXED:
-            if value not in FIXED[name]:
-                problems.append(f"{name}={value!r} is not supported; only {FIXED[name][0]!r} is")
-        elif name not in names and name not in SILENT and value is not None:
-            problems.append(f"unknown field {name}={value!r}{nearest(name, [*names, *FIXED])}")
-    known = {ours: json[theirs] for theirs, ours in names.items() if json.get(theirs) is not None}
-    fields: dict[str, Any] = {**DEFAULTS.get(kind, {}), **known}
-    for name, value in fields.items():
-        want = type(getattr(Config, name))
-        if isinstance(value, bool) or not isinstance(value, (int, float) if want is float else want):
-            problems.append(f"{name} must be {want.__name__}, got {value!r}")
-    if problems:
-        raise InputError("config.json asks for what flaxen does not compute:\n  " + "\n  ".join(problems))
+    fields: dict[str, Any] = {**DEFAULTS.get(kind, {}), **read(json, names, Config, SILENT, FIXED)}
     fields.setdefault("n_decoder_layers", fields.get("n_layers", Config.n_layers))
     fields["activation"], fields["gated"] = _read_activation(json.get("feed_forward_proj", _default_mlp(kind)))
-    eos = json.get("eos_token_id", 1)
-    fields["eos_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    fields["eos_ids"] = ids(json.get("eos_token_id", 1))
     fields["scaled"] = fields["tied"] = _scaled(json, kind)
     if tensors is not None:
-        fields["tied"] = "lm_head.weight" not in tensors or _same(tensors, "lm_head.weight", "shared.weight")
+        fields["tied"] = "lm_head.weight" not in tensors or same(tensors, "lm_head.weight", "shared.weight")
     fields["family"] = kind
-    try:
-        return Config(**fields)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"config.json: {error}") from None
+    return make(Config, fields)
 
 
 def _default_mlp(kind: str) -> str:
@@ -114,10 +86,6 @@ def _scaled(json: dict[str, Any], kind: str) -> bool:
     return bool(json.get("tie_word_embeddings", True))
 
 
-def _same(tensors: Tensors, a: str, b: str) -> bool:
-    return b in tensors and tensors.shape(a) == tensors.shape(b) and np.array_equal(tensors[a], tensors[b])
-
-
 def _read_activation(projection: str) -> tuple[str, bool]:
     gated, name = projection.startswith("gated-"), projection.removeprefix("gated-")
     # 'gated-gelu' has always meant the tanh form; plain 'gelu' is exact.
@@ -129,8 +97,7 @@ SPECIAL = ("pad_token_id", "decoder_start_token_id", "eos_token_id")
 
 
 def special_ids(config: Config) -> dict[str, Any]:
-    eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
-    return dict(zip(SPECIAL, (config.pad_id, config.start_id, eos)))
+    return dict(zip(SPECIAL, (config.pad_id, config.start_id, one_or_list(config.eos_ids))))
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
@@ -153,7 +120,7 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def rows(config: Config) -> list[Row]:
+def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
     """Every leaf of a T5 and its tensor."""
     mlp = {"gate": "wi_0", "wi": "wi_1", "wo": "wo"} if config.gated else {"wi": "wi", "wo": "wo"}
     table = [Row("embedding.weight", "shared.weight")]
@@ -201,7 +168,7 @@ def rows(config: Config) -> list[Row]:
 def spare(name: str, tensors: Tensors) -> bool:
     """True for a tensor that a file may carry and the model does not need: a copy of the table, an unused bias."""
     if name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
-        return _same(tensors, name, "shared.weight")
+        return same(tensors, name, "shared.weight")
     return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 

@@ -91,3 +91,13 @@ def save(model: Any, rows: Sequence[Row]) -> dict[str, np.ndarray]:
         for name, one in zip(row.files(leaf), slices):
             tensors[name] = np.ascontiguousarray(row.save(one))
     return tensors
+
+
+def same(tensors: Tensors, a: str, b: str) -> bool:
+    """Whether both tensors are there and hold the same numbers."""
+    return (
+        a in tensors
+        and b in tensors
+        and tensors.shape(a) == tensors.shape(b)
+        and np.array_equal(tensors[a], tensors[b])
+    )

@@ -33,9 +33,8 @@ class Plan(NamedTuple):
     bias: Float[Array, "N R"] | None = None  # R = T + S - 1; entry r is for key - query = r - (T - 1)
     causal: bool = False
     rate: float = 0.0  # dropout of the weights
-    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = (
-        None  # instead of `valid`: queries see keys of theirs
-    )
+    scale: Array | None = None  # of the scores, where it differs from layer to layer
+    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None  # instead of `valid`: each sees its own
 
     def rows(self) -> Any:
         """What differs from row to row of the batch."""
@@ -47,23 +46,42 @@ class Plan(NamedTuple):
             return self._replace(valid=keys)
         return self._replace(segments=(queries, keys))
 
+    def scaled(self, q: Array) -> Array:
+        return q if self.scale is None else q * self.scale.astype(q.dtype)
+
     def of(self, rows: Any) -> "Plan":
         """The plan for some rows, out of what `rows` gave."""
         return self._replace(valid=rows[0], segments=rows[1])
 
 
 class Attention(nnx.Module):
-    """The four projections of one attention layer."""
+    """The four projections of one attention layer. T5's have no bias, and no scale of the scores."""
 
-    def __init__(self, d: int, n_heads: int, d_head: int, factor: float = 1.0):
-        # T5 folds 1/sqrt(H) into q's initial scale, so the scores are unscaled.
-        self.q = Linear((d,), (n_heads, d_head), std=factor * (d * d_head) ** -0.5)
-        self.k = Linear((d,), (n_heads, d_head), std=factor * d**-0.5)
-        self.v = Linear((d,), (n_heads, d_head), std=factor * d**-0.5)
-        self.o = Linear((n_heads, d_head), (d,), std=factor * (n_heads * d_head) ** -0.5)
+    def __init__(
+        self,
+        d: int,
+        n_heads: int,
+        d_head: int,
+        factor: float = 1.0,
+        *,
+        std: float | None = None,
+        scale: float = 1.0,
+        bias: tuple[bool, bool] = (False, False),
+    ):
+        # T5 folds 1/sqrt(H) into q's initial scale, so the scores are unscaled. With `std`, all begin alike.
+        # `bias` is of q, k and v, and of o.
+        self.q = Linear((d,), (n_heads, d_head), std or factor * (d * d_head) ** -0.5, bias[0])
+        self.k = Linear((d,), (n_heads, d_head), std or factor * d**-0.5, bias[0])
+        self.v = Linear((d,), (n_heads, d_head), std or factor * d**-0.5, bias[0])
+        self.o = Linear((n_heads, d_head), (d,), std or factor * (n_heads * d_head) ** -0.5, bias[1])
+        self.scale = scale
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of x itself, [B, N, T, H] each."""
+        return self.query(x), *self.keys_values(x)
 
     def query(self, x: Float[Array, "B T D"]) -> Float[Array, "B N T H"]:
-        return self.q(x).swapaxes(1, 2)
+        return _scaled(self.q(x).swapaxes(1, 2), self.scale)
 
     def keys_values(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]:
         return self.k(x).swapaxes(1, 2), self.v(x).swapaxes(1, 2)
@@ -74,7 +92,47 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], source: Float[Array, "B S D"], plan: Any, key: Array | None
     ) -> Float[Array, "B T D"]:
-        return self.output(attend(self.query(x), *self.keys_values(source), plan, key))
+        return self.output(attend(plan.scaled(self.query(x)), *self.keys_values(source), plan, key))
+
+
+class JointAttention(nnx.Module):
+    """Self-attention whose queries, keys and values are one product, as GPT-2's files hold them."""
+
+    def __init__(self, d: int, n_heads: int, std: tuple[float, float], scale: float):
+        head = (n_heads, d // n_heads)
+        self.qkv = Linear((d,), (3, *head), std[0], bias=True)
+        self.o = Linear(head, (d,), std[1], bias=True)
+        self.scale = scale
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        q, k, v = jnp.moveaxis(self.qkv(x), 2, 0).swapaxes(2, 3)
+        return _scaled(q, self.scale), k, v
+
+    def output(self, y: Float[Array, "B N T H"]) -> Float[Array, "B T D"]:
+        return self.o(y.swapaxes(1, 2))
+
+    def __call__(self, x: Float[Array, "B T D"], plan: Plan, key: Array | None) -> Float[Array, "B T D"]:
+        q, k, v = self.project(x)
+        return self.output(attend(plan.scaled(q), k, v, plan, key))
+
+
+class JointCrossAttention(Attention):
+    """Attention to another sequence, whose keys and values are one product."""
+
+    def __init__(self, d: int, n_heads: int, std: tuple[float, float], scale: float):
+        head = (n_heads, d // n_heads)
+        self.q = Linear((d,), head, std[0], bias=True)
+        self.kv = Linear((d,), (2, *head), std[0], bias=True)
+        self.o = Linear(head, (d,), std[1], bias=True)
+        self.scale = scale
+
+    def keys_values(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]:
+        k, v = jnp.moveaxis(self.kv(x), 2, 0).swapaxes(2, 3)
+        return k, v
+
+
+def _scaled(q: Array, scale: float) -> Array:
+    return q if scale == 1.0 else q * jnp.asarray(scale, q.dtype)
 
 
 def attend(
@@ -107,7 +165,7 @@ def attend_plain(
     q: Float[Array, "B N T H"],
     kt: Float[Array, "B N H S"],
     v: Float[Array, "B N S H"],
-    bias: Float[Array, "#B #N #T S"],
+    bias: Float[Array, "#B #N #T #S"],
 ) -> Float[Array, "B N T H"]:
     """The textbook form, for few queries; keys lie transposed, as the product wants them, and `bias` holds masks."""
     scores = jnp.einsum("BNTH,BNHS->BNTS", q, kt, preferred_element_type=jnp.float32) + bias

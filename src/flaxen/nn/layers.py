@@ -1,4 +1,4 @@
-"""Linear maps over axis tuples, embeddings, RMS norm, the feed-forward network, dropout."""
+"""Linear maps over axis tuples, embeddings, norms, the feed-forward network, dropout."""
 
 import math
 from collections.abc import Callable
@@ -20,26 +20,43 @@ M = TypeVar("M")
 
 
 class Linear(nnx.Module):
-    """Contracts the last axes of x with a weight of shape [*inputs, *outputs]; no bias, as everywhere in T5."""
+    """Contracts the last axes of x with a weight of shape [*inputs, *outputs]; a bias by wish, T5 has none."""
 
-    def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], std: float):
+    def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], std: float, bias: bool = False):
         self.weight = normal(*inputs, *outputs, std=std)
+        self.bias = constant(*outputs, value=0.0) if bias else None
         self.n_inputs = len(inputs)
 
     def __call__(self, x: Array) -> Array:
-        return contract(x, self.weight[...], self.n_inputs)
+        y = contract(x, self.weight[...], self.n_inputs)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class Adapted(NamedTuple):
+    """A Linear and a low-rank addition to it: x · W + (x · down) · up."""
+
+    linear: Linear
+    down: Array  # [*inputs, r]
+    up: Array  # [r, *outputs]
+
+    def __call__(self, x: Array) -> Array:
+        low = contract(x, self.down, self.linear.n_inputs)
+        return self.linear(x) + contract(low, self.up, 1)
 
 
 class FewRows(NamedTuple):
     """A Linear made ready for a loop over single tokens: its weight as a matrix [outputs, inputs]."""
 
     matrix: Array
+    bias: Array | None
     n_inputs: int
     outputs: tuple[int, ...]
 
     def __call__(self, x: Array) -> Array:
         batch = x.shape[: x.ndim - self.n_inputs]
-        return contract_few(x.reshape(math.prod(batch), -1), self.matrix).astype(x.dtype).reshape(*batch, *self.outputs)
+        y = contract_few(x.reshape(math.prod(batch), -1), self.matrix)
+        y = y if self.bias is None else y + self.bias.reshape(-1)
+        return y.astype(x.dtype).reshape(*batch, *self.outputs)
 
 
 def for_few_rows(module: M) -> M:
@@ -50,7 +67,7 @@ def for_few_rows(module: M) -> M:
             return node
         w, n = node.weight[...], node.n_inputs
         matrix = jax.lax.optimization_barrier(w.reshape(math.prod(w.shape[:n]), -1).T)
-        return FewRows(matrix, n, w.shape[n:])
+        return FewRows(matrix, None if node.bias is None else node.bias[...], n, w.shape[n:])
 
     return jax.tree.map(turn, module, is_leaf=lambda node: isinstance(node, Linear))
 
@@ -85,21 +102,54 @@ class RMSNorm(nnx.Module):
         return (y * self.weight[...].astype(jnp.float32)).astype(dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Scale to mean 0 and variance 1, then by a weight and a bias. Statistics in f32, result in the asked dtype."""
+
+    def __init__(self, d: int, epsilon: float):
+        self.weight = constant(d, value=1.0)
+        self.bias = constant(d, value=0.0)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
 }
 
 
 class MLP(nnx.Module):
-    """Two linear maps around an activation; with a gate, act(x·gate) ⊙ (x·wi)."""
+    """Two linear maps around an activation; with a gate, act(x·gate) ⊙ (x·wi).
 
-    def __init__(self, d: int, d_ff: int, activation: str, gated: bool, factor: float = 1.0):
-        self.wi = Linear((d,), (d_ff,), std=factor * d**-0.5)
-        self.gate = Linear((d,), (d_ff,), std=factor * d**-0.5) if gated else None
-        self.wo = Linear((d_ff,), (d,), std=factor * d_ff**-0.5)
+    `std` are the initial standard deviations of the first and the last map; without them, of T5's times `factor`.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        d_ff: int,
+        activation: str,
+        gated: bool = False,
+        factor: float = 1.0,
+        bias: bool = False,
+        std: tuple[float, float] | None = None,
+    ):
+        first, last = std or (factor * d**-0.5, factor * d_ff**-0.5)
+        self.wi = Linear((d,), (d_ff,), first, bias)
+        self.gate = Linear((d,), (d_ff,), first, bias) if gated else None
+        self.wo = Linear((d_ff,), (d,), last, bias)
         self.activation = activation
 
     def __call__(

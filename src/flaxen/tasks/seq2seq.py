@@ -16,6 +16,7 @@ from flaxen.data.pair_store import Groups, Lengths, PairTokens, fitting, pack, s
 from flaxen.data.pairs import Pair
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
+from flaxen.generate.batches import batches
 from flaxen.generate.options import Options, make_options
 from flaxen.generate.run import Generator
 from flaxen.metrics import text
@@ -147,7 +148,8 @@ class Seq2Seq:
         prompts = [self._validation.pair(i, self.limits)[0].tolist() for i in range(n)]
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
         generator = Generator(Decoding, model, options, self.config.pad_id, eos)
-        found = {one.prompt: self.tokenizer.decode(one.tokens) for one in generator.outputs(prompts, batch_size)}
+        outputs = generator.outputs(batches(prompts, batch_size, self.config.pad_id))
+        found = {one.prompt: self.tokenizer.decode(one.tokens) for one in outputs}
         predictions = [found[i] for i in range(n)]
         pairs = self._references[:n] if n <= len(self._references) else self._read(n)
         if path is not None:

@@ -106,7 +106,7 @@ def train(
                 if memory.evaluation and task.scores:
                     (run.directory / "predictions").mkdir(exist_ok=True)
                     path = run.directory / "predictions" / f"step-{step}.jsonl"
-                    memory.evaluation |= task.written(state.model, path)
+                    memory.evaluation |= task.written(stepper.model(state.model), path)
                 if memory.evaluation:
                     if not math.isfinite(memory.evaluation["loss"]):
                         raise Diverged(f"the validation loss is {memory.evaluation['loss']}", step, run.directory)

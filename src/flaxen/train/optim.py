@@ -14,11 +14,13 @@ from flaxen.errors import InputError, nearest
 from flaxen.train.settings import Optimizer, Schedule
 from flaxen.tree import first_match, leaves, map_leaves
 
-DECAYED = (("*norm.weight", False), ("*bias.weight", False), ("*", True))
-STACKED = (("*.layers.*", True), ("*", False))  # whose first axis is the layer
-INPUT_AXES = (("*.o.weight", 2), ("*", 1))  # of a weight: [heads, head size] there, one axis elsewhere
+DECAYED = (("*norm.weight", False), ("*bias.weight", False), ("*.bias", False), ("*", True))
+STACKED = (("*layers.*", True), ("*", False))  # whose first axis is the layer
+# Of a weight or of an adapter's first half: [heads, head size], [channels, height, width], one axis elsewhere.
+INPUT_AXES = (("*.o.weight", 2), ("*.o.down", 2), ("*patches.weight", 3), ("*patches.down", 3), ("*", 1))
 # Muon is for matrices that map features to features. The rest, whose rows are looked up or which scale, is Adam's.
-RULE = (("embedding.*", "adam"), ("head.*", "adam"), ("*norm.weight", "adam"), ("*bias.weight", "adam"), ("*", "muon"))
+ADAM = ("*embedding.*", "*head.*", "*positions*", "*first", "*norm.weight", "*bias.weight", "*.bias")
+RULE = (*((glob, "adam") for glob in ADAM), ("*", "muon"))
 
 
 def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Array], Array]:

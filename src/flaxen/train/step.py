@@ -1,6 +1,7 @@
 """One update of a model: a pure function of the state and a batch."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +33,26 @@ class Report(NamedTuple):
     rate: Array
 
 
-class Stepper:
-    """Compiles what the loop calls: `start`, `update`, `score`."""
+Whole = Callable[[Any, Any], Any]  # a model out of what is trained and what is not
 
-    def __init__(self, task: Task, optimizer: Optimizer, schedule: Schedule, training: Training):
+
+class Stepper:
+    """Compiles what the loop calls: `start`, `update`, `score`.
+
+    What is trained is a model, or a part of one (an adapter): whole(trained, base) is then the model to train with and
+    merged(trained, base) the one to write with. `base` is never changed and no part of the state.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        training: Training,
+        whole: Whole = lambda trained, base: trained,
+        merged: Whole = lambda trained, base: trained,
+        base: Callable[[], Any] = lambda: None,
+    ):
         measured = [*task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), *task.scores]
         best = training.keep_best
         if best is not None and best not in measured:
@@ -45,23 +62,45 @@ class Stepper:
         self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
         self.task, self.training = task, training
         self.transform, self.optimizer = optim.make(optimizer, self.rate), optimizer
-        self.update: Callable[[State, Any], tuple[State, Report]] = jax.jit(self._update, donate_argnums=0)
-        self.score = scorer(task)
-        self.gradient = jax.jit(self._gradient)
+        self.whole, self.merged, self._base = whole, merged, base
+        self._compiled_update = jax.jit(self._update, donate_argnums=0)
+        self._compiled_gradient = jax.jit(self._gradient)
+        self._compiled_score = jax.jit(lambda trained, batch, base: task.loss(whole(trained, base), batch, None))
 
     def start(self, model: Any) -> State:
         return State(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model))
 
-    def _gradient(self, state: State, batch: Any) -> tuple[Sums, Any]:
+    @cached_property
+    def base(self) -> Any:
+        """What is not trained, made when it is needed."""
+        return self._base()
+
+    def model(self, trained: Any) -> Any:
+        """The model that writes."""
+        return self.merged(trained, self.base)
+
+    def update(self, state: State, batch: Any) -> tuple[State, Report]:
+        """The state one update later; the one given is used up."""
+        return self._compiled_update(state, batch, self.base)
+
+    def gradient(self, state: State, batch: Any) -> tuple[Sums, Any]:
+        return self._compiled_gradient(state, batch, self.base)
+
+    def score(self, trained: Any, batch: Any) -> Sums:
+        """Sums over a batch without noise."""
+        return self._compiled_score(trained, batch, self.base)
+
+    def _gradient(self, state: State, batch: Any, base: Any) -> tuple[Sums, Any]:
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
-        _, sums, gradient = value_and_grad(self.task.loss, state.model, batch, self.training.accumulate, key)
+        loss = lambda trained, batch, key: self.task.loss(self.whole(trained, base), batch, key)  # noqa: E731
+        _, sums, gradient = value_and_grad(loss, state.model, batch, self.training.accumulate, key)
         if self.optimizer.freeze:  # then XLA need not compute theirs
             still = optim.frozen(self.optimizer, gradient)
             gradient = jax.tree.map(lambda one, leaf: jnp.zeros_like(leaf) if one else leaf, still, gradient)
         return sums, gradient
 
-    def _update(self, state: State, batch: Any) -> tuple[State, Report]:
-        sums, gradient = self._gradient(state, batch)
+    def _update(self, state: State, batch: Any, base: Any) -> tuple[State, Report]:
+        sums, gradient = self._gradient(state, batch, base)
         changes, memory = self.transform.update(gradient, state.optimizer, state.model)
         report = Report(sums, optax.tree.norm(gradient), self.rate(state.step))
         return State(state.step + 1, optax.apply_updates(state.model, changes), memory), report

@@ -1,0 +1,324 @@
+"""Images as a model sees them: decoded to RGB, then resized, cropped, rescaled and normalised."""
+
+import io
+import json
+import math
+import re
+import stat
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flaxen.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    import numpy
+    import PIL.Image
+
+MAX_PIXELS = 1 << 26
+# Those that Pillow decodes by itself: for some others it starts programs, such as Ghostscript for EPS.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM", "ICO")
+ORIENTATION = 0x0112  # EXIF's tag
+QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)  # as warnings.filters has it
+
+
+class Unreadable(Exception):
+    """An image that cannot be read, and why."""
+
+
+def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image.Image":
+    """The image as RGB: turned as its EXIF says, its first frame, without alpha."""
+    from PIL import Image, UnidentifiedImageError
+
+    # Pillow's warnings name no file. A filter stays, because catch_warnings is not for threads; setting it again would
+    # make every other warning of the process appear again.
+    if QUIET not in warnings.filters:
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+    if Image.MAX_IMAGE_PIXELS and max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = max_pixels
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    try:
+        with _stream(source) as stream, Image.open(stream, formats=formats) as image:
+            if image.width * image.height > max_pixels:
+                raise Unreadable(f"{image.width:,} x {image.height:,} pixels, more than {max_pixels:,}")
+            image.load()
+            turns = Image.Transpose
+            turn = {
+                2: turns.FLIP_LEFT_RIGHT, 3: turns.ROTATE_180, 4: turns.FLIP_TOP_BOTTOM, 5: turns.TRANSPOSE,
+                6: turns.ROTATE_270, 7: turns.TRANSVERSE, 8: turns.ROTATE_90,
+            }.get(image.getexif().get(ORIENTATION, 1))  # fmt: skip
+            return _rgb(image if turn is None else image.transpose(turn))
+    except Unreadable:
+        raise
+    except UnidentifiedImageError:
+        raise Unreadable(f"no image, or none of {', '.join(formats)}") from None
+    except Image.DecompressionBombError:
+        raise Unreadable(f"more than {max_pixels:,} pixels") from None
+    except Exception as error:  # broken data makes Pillow raise nearly anything
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise Unreadable(said.splitlines()[0]) from None
+
+
+def _stream(source: bytes | Path) -> io.BytesIO | io.BufferedReader:
+    if isinstance(source, bytes):
+        if not source:
+            raise Unreadable("no bytes")
+        return io.BytesIO(source)
+    about = source.stat()
+    if not stat.S_ISREG(about.st_mode):  # a pipe would wait for ever
+        raise Unreadable("not a file")
+    if not about.st_size:
+        raise Unreadable("the file is empty")
+    return source.open("rb")
+
+
+def _rgb(image: "PIL.Image.Image") -> "PIL.Image.Image":
+    import numpy as np
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() >= 1 << 16:
+            raise Unreadable("integers beyond 16 bits")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        values = np.asarray(image)
+        if not (values.min() >= 0 and values.max() <= 1):  # nor NaN
+            raise Unreadable("floating-point pixels beyond 0 … 1")
+        image = Image.fromarray(np.round(values * 255).astype(np.uint8))
+    image = image.convert("RGB")
+    image.info.pop("transparency", None)
+    return image
+
+
+HALF = (0.5, 0.5, 0.5)
+VIT = {
+    "do_resize": True, "size": 224, "default_to_square": True, "resample": 2,
+    "do_center_crop": False, "crop_size": 224, "do_rescale": True, "rescale_factor": 1 / 255,
+    "do_normalize": True, "image_mean": HALF, "image_std": HALF, "do_convert_rgb": False,
+}  # fmt: skip
+# What transformers takes for fields that the file of a processor does not have.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ViT": VIT,
+    "DeiT": {**VIT, "size": 256, "resample": 3, "do_center_crop": True},
+    "CLIP": {
+        **VIT, "default_to_square": False, "resample": 3, "do_center_crop": True, "do_convert_rgb": True,
+        "image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711),
+    },
+}  # fmt: skip
+IDLE = {
+    "image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "model_input_names",
+    "data_format", "input_data_format", "device", "return_tensors", "disable_grouping", "image_seq_length", "pad_size",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What preprocessor_config.json says, computed as transformers does with Pillow. The defaults are ViT's."""
+
+    size: tuple[int, int] | None = (224, 224)
+    """Height and width to resize to."""
+    shortest_edge: int | None = None
+    """Instead: the shorter side, the other in proportion."""
+    resample: int = 2
+    """Pillow's number: 0 nearest, 1 Lanczos, 2 bilinear, 3 bicubic, 4 box, 5 Hamming."""
+    crop: tuple[int, int] | None = None
+    """Height and width of the centre to keep; black where the image is smaller."""
+    scale: float | None = 1 / 255
+    """What bytes are multiplied by."""
+    mean: tuple[float, float, float] | None = HALF
+    """Subtracted then."""
+    std: tuple[float, float, float] | None = HALF
+    """Divided by then."""
+    convert_rgb: bool = False
+    """Images of other modes become RGB, over white; `open_image` leaves nothing to do."""
+
+    def __post_init__(self) -> None:
+        if self.size and self.shortest_edge:
+            raise InputError(f"expected size or shortest_edge, got {self.size} and {self.shortest_edge}")
+        for name in ("size", "shortest_edge", "crop"):
+            value = getattr(self, name)
+            if value is not None and min(value if isinstance(value, tuple) else (value,)) < 1:
+                raise InputError(f"{name} must be at least 1, got {value}")
+        if self.resample not in range(6):
+            raise InputError(f"resample must be 0 … 5 (Pillow's filters), got {self.resample}")
+        if (self.mean is None) != (self.std is None) or 0 in (self.std or ()):
+            raise InputError(f"expected mean and std without zeros, or neither, got {self.mean} and {self.std}")
+
+    @classmethod
+    def default(cls, image_size: int | tuple[int, int]) -> "Processor":
+        """ViT's for images of that size: a side, or height and width."""
+        return cls(image_size if isinstance(image_size, tuple) else (image_size, image_size))
+
+    @classmethod
+    def read(cls, directory: Path) -> "Processor | None":
+        """That of a model's directory, if it has one."""
+        # A multimodal processor of transformers 5 keeps the fields in a file of its own, which then counts.
+        for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
+            path = directory / name
+            if not path.exists():
+                continue
+            try:
+                fields = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise InputError(f"cannot read {path}: {error}; fetch it again") from None
+            if not isinstance(fields, dict):
+                raise InputError(f"{path}: expected a JSON object, got {fields!r:.60}")
+            if key is None or key in fields:
+                return cls.from_json(fields if key is None else fields[key], str(path))
+        return None
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any], where: str = "preprocessor_config.json") -> "Processor":
+        """Of the fields that any version of transformers wrote."""
+        kind = str(fields.get("image_processor_type") or fields.get("feature_extractor_type") or "ViT")
+        family = re.sub("(FeatureExtractor|ImageProcessor)(Fast|Pil)?$", "", kind)
+        # Of other processors it is known that they scale by 1/255, and do not crop unless they have a size for it.
+        others = {"rescale_factor": 1 / 255, "do_convert_rgb": False}
+        others |= {} if fields.get("crop_size") else {"do_center_crop": False}
+        known = DEFAULTS.get(family, others)
+        for name, value in fields.items():  # what is null or false does nothing
+            if name not in IDLE | VIT.keys() and not name.startswith("_") and value not in (None, False):
+                raise InputError(
+                    f"{where}: {name} = {value!r:.60} of {kind} is not computed{nearest(name, VIT)}; "
+                    "remove it if the model can do without"
+                )
+
+        def get(name: str, good: Callable[[Any], bool], expected: str) -> Any:
+            if name not in fields and name not in known:
+                raise InputError(f"{where}: no {name!r}, and the default of {kind!r} is not known; add it")
+            value = fields.get(name, known.get(name))
+            if not good(value):
+                raise InputError(f"{where}: expected {expected} for {name}, got {value!r:.60}")
+            return value
+
+        def flag(name: str) -> bool:
+            return bool(get(name, lambda value: value is None or isinstance(value, bool), "true or false"))
+
+        def sides(name: str) -> dict[str, int]:
+            keys = [{"height", "width"}] + [{"shortest_edge"}] * (name == "size")
+            expected = " or ".join(map(str, map(sorted, keys)))
+            value = get(name, lambda value: isinstance(value, int | list | tuple | dict), expected)
+            if isinstance(value, int):
+                square = name == "crop_size" or flag("default_to_square")
+                value = {"height": value, "width": value} if square else {"shortest_edge": value}
+            elif not isinstance(value, dict):
+                value = dict(zip(("height", "width"), value)) if len(value) == 2 else {}
+            if set(value) not in keys or any(type(one) is not int for one in value.values()):
+                raise InputError(f"{where}: expected {expected} for {name}, got {fields[name]!r:.60}")
+            return value
+
+        def colours(name: str) -> tuple[float, float, float]:
+            good = lambda value: _number(value) or (len(value) == 3 and all(map(_number, value)))  # noqa: E731
+            value = get(name, lambda value: isinstance(value, int | float | list | tuple) and good(value), "3 numbers")
+            red, green, blue = [value] * 3 if _number(value) else value
+            return float(red), float(green), float(blue)
+
+        resized = sides("size") if flag("do_resize") else {}
+        crop = sides("crop_size") if flag("do_center_crop") else None
+        filters = lambda value: type(value) is int and value in range(6)  # noqa: E731
+        normalized = flag("do_normalize")
+        found: dict[str, Any] = {
+            "size": (resized["height"], resized["width"]) if "height" in resized else None,
+            "shortest_edge": resized.get("shortest_edge"),
+            "resample": get("resample", filters, "0 … 5 (Pillow's filters)") if resized else 2,
+            "crop": (crop["height"], crop["width"]) if crop else None,
+            "scale": float(get("rescale_factor", _number, "a number")) if flag("do_rescale") else None,
+            "mean": colours("image_mean") if normalized else None,
+            "std": colours("image_std") if normalized else None,
+            "convert_rgb": flag("do_convert_rgb"),
+        }
+        try:
+            return cls(**found)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """A preprocessor_config.json for transformers. Before 5.0 only the families named here crop, or keep shape."""
+        family = "CLIP" if self.shortest_edge else "DeiT" if self.crop else "ViT"
+        sides = lambda size: {"height": size[0], "width": size[1]}  # noqa: E731
+        fields: dict[str, Any] = {
+            "image_processor_type": f"{family}ImageProcessor",
+            "do_convert_rgb": self.convert_rgb,
+            "do_resize": bool(self.size or self.shortest_edge),
+            "resample": self.resample,
+            "do_center_crop": self.crop is not None,
+            "do_rescale": self.scale is not None,
+            "do_normalize": self.mean is not None,
+        }
+        if self.size or self.shortest_edge:
+            fields["size"] = sides(self.size) if self.size else {"shortest_edge": self.shortest_edge}
+        if self.crop:
+            fields["crop_size"] = sides(self.crop)
+        if self.scale is not None:
+            fields["rescale_factor"] = self.scale
+        if self.mean and self.std:
+            fields |= {"image_mean": list(self.mean), "image_std": list(self.std)}
+        return fields
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Height and width of every result; None if they differ."""
+        return self.crop or self.size
+
+    def __call__(self, image: "PIL.Image.Image") -> "numpy.ndarray":
+        """float32 [3, H, W]."""
+        import numpy as np
+        from PIL import Image
+
+        if self.convert_rgb:
+            image = _over_white(image)
+        if image.mode != "RGB":
+            raise InputError(f"expected an RGB image, got mode {image.mode}; read it with open_image")
+        height, width = self._resized(image.height, image.width)
+        if self.size or self.shortest_edge:
+            image = image.resize((width, height), Image.Resampling(self.resample))
+        pixels = np.asarray(image)
+        if self.crop:
+            pixels = _centre(pixels, self.crop)
+        return np.stack([self._values[colour][pixels[:, :, colour]] for colour in range(3)])
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        if not self.shortest_edge:
+            return self.size or (height, width)
+        short, long = sorted((height, width))
+        longer = int(self.shortest_edge * long / short)
+        if longer * self.shortest_edge > MAX_PIXELS:
+            raise Unreadable(f"too narrow: {width:,} x {height:,} pixels, to be {self.shortest_edge} at the least")
+        return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
+
+    @cached_property
+    def _values(self) -> "numpy.ndarray":
+        """[3, 256]: what each byte becomes in each colour, rounded where transformers rounds."""
+        import numpy as np
+
+        values = np.arange(256, dtype=np.float64) * (1.0 if self.scale is None else self.scale)
+        mean, std = (np.array(one, np.float32)[:, None] for one in (self.mean or (0, 0, 0), self.std or (1, 1, 1)))
+        return (values.astype(np.float32) - mean) / std
+
+
+def _over_white(image: "PIL.Image.Image") -> "PIL.Image.Image":
+    from PIL import Image
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _centre(pixels: "numpy.ndarray", size: tuple[int, int]) -> "numpy.ndarray":
+    """So much of the middle, with zeros around where there is less."""
+    import numpy as np
+
+    spare = [have - wanted for have, wanted in zip(pixels.shape, size)]
+    around = [(-(each // 2), each // 2 - each) if each < 0 else (0, 0) for each in spare]
+    top, left = (max(each, 0) // 2 for each in spare)
+    return np.pad(pixels, [*around, (0, 0)])[top : top + size[0], left : left + size[1]]
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,120 @@
+"""GPT-2 in Hugging Face's files: configuration fields and weight names, both directions."""
+
+import dataclasses
+from typing import Any
+
+from flaxen.hf.fields import ids, make, one_or_list, read
+from flaxen.hf.files import Tensors
+from flaxen.hf.weightmap import Row, same
+from flaxen.models.gpt2 import Config
+
+# config.json's name -> ours.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_positions": "n_positions",
+    "n_embd": "d_model",
+    "n_inner": "d_ff",
+    "n_layer": "n_layers",
+    "n_head": "n_heads",
+    "activation_function": "activation",
+    "add_cross_attention": "cross",
+    "layer_norm_epsilon": "epsilon",
+    "scale_attn_weights": "scaled",
+    "scale_attn_by_inverse_layer_idx": "inverse_layer",
+    "resid_pdrop": "dropout",
+    "embd_pdrop": "embedding_dropout",
+    "attn_pdrop": "attention_dropout",
+    "initializer_range": "std",
+}
+# reorder_and_upcast_attn asks for scores in f32, which they always are here.
+SILENT = {
+    "reorder_and_upcast_attn", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "is_decoder", "pad_token_id", "decoder_start_token_id", "n_special",
+    "predict_special_tokens",
+}  # fmt: skip
+FIXED: dict[str, tuple[Any, ...]] = {"cross_attention_hidden_size": (None,), "is_encoder_decoder": (False,)}
+SPECIAL = ("pad_token_id", "decoder_start_token_id", "bos_token_id", "eos_token_id")
+
+
+def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", what: str = "config.json") -> Config:
+    """config.json as our Config; `at` is where its tensors' names begin."""
+    fields = read(json, FIELDS, Config, SILENT, FIXED, what)
+    fields.setdefault("d_ff", 4 * fields.get("d_model", Config.d_model))
+    eos = ids(json.get("eos_token_id", 50256))
+    start = json.get("decoder_start_token_id")
+    start = json.get("bos_token_id", 50256) if start is None else start
+    pad = json.get("pad_token_id")
+    fields["eos_ids"] = eos
+    fields["start_id"] = next((one for one in (start, *eos) if one is not None), 0)
+    fields["pad_id"] = pad if pad is not None else eos[0] if eos else fields["start_id"]
+    if tensors is not None:
+        head, table = f"{at}lm_head.weight", f"{at}{prefix(tensors, at)}wte.weight"
+        fields["tied"] = head not in tensors or same(tensors, head, table)
+    elif json.get("tie_word_embeddings") is not None:
+        fields["tied"] = bool(json["tie_word_embeddings"])
+    return make(Config, fields, what)
+
+
+def prefix(tensors: Tensors | None, at: str = "") -> str:
+    """The hub's `gpt2` names its tensors without the 'transformer.' of a language model."""
+    return "" if tensors is not None and f"{at}wte.weight" in tensors else "transformer."
+
+
+def special_ids(config: Config) -> dict[str, Any]:
+    return dict(zip(SPECIAL, (config.pad_id, None, config.start_id, one_or_list(config.eos_ids))))
+
+
+def write_config(config: Config, dtype: str) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
+    return {
+        **{theirs: fields[ours] for theirs, ours in FIELDS.items()},
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_ctx": config.n_positions,
+        "is_decoder": config.cross,
+        "reorder_and_upcast_attn": False,
+        "tie_word_embeddings": config.tied,
+        **{name: value for name, value in special_ids(config).items() if value is not None},
+        "torch_dtype": dtype,
+    }
+
+
+def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str = "") -> list[Row]:
+    """Every leaf of a GPT-2 and its tensor, whose names begin with `at` in the file and with `ours` here."""
+    body = f"{at}{prefix(tensors, at)}"
+    layer = f"{body}h.{{i}}"
+    table = [
+        Row("embedding.weight", f"{body}wte.weight"),
+        Row("positions.weight", f"{body}wpe.weight"),
+        *([] if config.tied else [Row("head.weight", f"{at}lm_head.weight")]),
+    ]
+    joint = "d (p n h) -> d p n h"
+    weights = {
+        "attention.qkv": ("attn.c_attn", joint),
+        "attention.o": ("attn.c_proj", "(n h) d -> n h d"),
+        "mlp.wi": ("mlp.c_fc", ""),
+        "mlp.wo": ("mlp.c_proj", ""),
+    }
+    norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+    if config.cross:
+        weights |= {
+            "cross.q": ("crossattention.q_attn", "d (n h) -> d n h"),
+            "cross.kv": ("crossattention.c_attn", joint),
+            "cross.o": ("crossattention.c_proj", "(n h) d -> n h d"),
+        }
+        norms["cross_norm"] = "ln_cross_attn"
+    for mine, (theirs, pattern) in weights.items():
+        of_bias = pattern.replace("d (", "(").replace("d p", "p").replace("d n", "n") if "-> d" in pattern else ""
+        table.append(Row(f"layers.{mine}.weight", f"{layer}.{theirs}.weight", pattern))
+        table.append(Row(f"layers.{mine}.bias", f"{layer}.{theirs}.bias", of_bias))
+    for part in ("weight", "bias"):
+        table += [Row(f"layers.{mine}.{part}", f"{layer}.{theirs}.{part}") for mine, theirs in norms.items()]
+        table.append(Row(f"norm.{part}", f"{body}ln_f.{part}"))
+    return [dataclasses.replace(row, ours=f"{ours}{row.ours}") for row in table]
+
+
+def spare(name: str, tensors: Tensors, at: str = "") -> bool:
+    """True for a tensor that a file may carry and the model does not need: masks, a copy of the table."""
+    if name == f"{at}lm_head.weight":
+        return same(tensors, name, f"{at}{prefix(tensors, at)}wte.weight")
+    return name.endswith(("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"))

@@ -1,0 +1,162 @@
+"""LoRA adapters in PEFT's files: adapter_config.json and adapter_model.safetensors, both directions."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from flaxen.errors import InputError
+from flaxen.hf import files
+from flaxen.hf.families import family_of
+from flaxen.models.captioner import Captioner
+from flaxen.models.gpt2 import GPT2
+from flaxen.models.t5 import T5
+from flaxen.nn.layers import Linear
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+TASKS: dict[Any, str] = {T5: "SEQ_2_SEQ_LM", GPT2: "CAUSAL_LM"}
+# PEFT goes by the names of modules in memory, which transformers 5 changed for ViT; files kept the old ones.
+IN_MEMORY = (
+    ("encoder.layer.{i}.attention.attention.query", "layers.{i}.attention.q_proj"),
+    ("encoder.layer.{i}.attention.attention.key", "layers.{i}.attention.k_proj"),
+    ("encoder.layer.{i}.attention.attention.value", "layers.{i}.attention.v_proj"),
+    ("encoder.layer.{i}.attention.output.dense", "layers.{i}.attention.o_proj"),
+    ("encoder.layer.{i}.intermediate.dense", "layers.{i}.mlp.fc1"),
+    ("encoder.layer.{i}.output.dense", "layers.{i}.mlp.fc2"),
+)
+# What would change the arithmetic of an adapter: only these values are what we compute.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "alpha_pattern": ({}, None),
+    "trainable_token_indices": (None,),
+    "lora_bias": (False, None),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+}
+
+
+def modules(model: Any) -> dict[str, tuple[str, str]]:
+    """Of each Linear that an adapter can add to: its names in PEFT's files, today's and that of transformers 4."""
+    found = {}
+    for row in family_of(model).rows(model.config, None):
+        path, _, leaf = row.ours.rpartition(".")
+        if leaf != "weight" or path.endswith(("norm", "embedding", "positions", "head", "patches", "bias")):
+            continue
+        theirs = row.theirs.removesuffix(".weight")
+        new = theirs
+        for old, now in IN_MEMORY:
+            if theirs.endswith(old) and "pooler" not in theirs:
+                new = theirs.removesuffix(old) + now
+                break
+        found[path] = (new, theirs)
+    return found
+
+
+def write(
+    adapter: dict[str, dict[str, Array]], model: Any, rank: int, alpha: float, directory: Path, base: str | None
+) -> None:
+    """An adapter of `model`, for PEFT: all of it, or nothing."""
+    from safetensors.numpy import save_file
+
+    names, tensors, targets = modules(model), {}, []
+    for path, one in adapter.items():
+        if path not in names:
+            raise InputError(f"PEFT has no name for an addition to {path}; leave it out of lora.targets")
+        for module, down, up in _layers(names[path][0], one):
+            targets.append(module)
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(down.reshape(-1, rank).T)
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(up.reshape(rank, -1).T)
+    config = {
+        "peft_type": "LORA",
+        "task_type": TASKS.get(type(model)),
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+        # GPT-2's linear maps are stored as [inputs, outputs].
+        "fan_in_fan_out": all(_transposed(path, model) for path in adapter),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with files.whole_directory(directory, CONFIG) as fresh:
+        files.write_json(fresh / CONFIG, config)
+        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+
+
+def _transposed(path: str, model: Any) -> bool:
+    return isinstance(model, GPT2) or (isinstance(model, Captioner) and path.startswith("decoder."))
+
+
+def _layers(name: str, one: dict[str, Array]) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    down, up = np.asarray(one["down"], np.float32), np.asarray(one["up"], np.float32)
+    if "{i}" not in name:
+        return [(name, down, up)]
+    return [(name.format(i=i), down[i], up[i]) for i in range(len(down))]
+
+
+def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, dict[str, Array]]:
+    """The adapter of a directory, to be added to `model` with scale 1. A layer that it leaves out gets zeros."""
+    config = files.read_json(directory / CONFIG)
+    for name, allowed in FIXED.items():
+        if name in config and config[name] not in allowed:
+            raise InputError(f"{directory}: {name}={config[name]!r} is not supported; only {allowed[0]!r} is")
+    tensors = files.Tensors(directory, WEIGHTS)
+    pairs: dict[str, dict[str, np.ndarray]] = {}
+    for key in tensors:
+        found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight", key)
+        if not found:
+            raise InputError(f"{directory}: unexpected tensor {key!r}; expected names that end in lora_A.weight")
+        pairs.setdefault(found[1], {})[found[2]] = np.asarray(tensors[key], np.float32)
+    adapter = {}
+    for path, names in modules(model).items():
+        if path not in linears:
+            continue
+        node = linears[path]
+        stacked = "{i}" in names[0]
+        n, shape = (node.weight.shape[0], node.weight.shape[1:]) if stacked else (1, node.weight.shape)
+        inputs, outputs = shape[: node.n_inputs], shape[node.n_inputs :]
+        layers = [_pop(pairs, names, i) for i in range(n)]
+        if not any(layers):
+            continue
+        rank = max(len(layer["A"]) for layer in layers if layer)
+        down, up = np.zeros((n, math.prod(inputs), rank)), np.zeros((n, rank, math.prod(outputs)))
+        for i, layer in enumerate(layers):
+            if not layer:
+                continue
+            r = len(layer["A"])
+            want = ((r, math.prod(inputs)), (math.prod(outputs), r))
+            if (layer["A"].shape, layer["B"].shape) != want:
+                got = f"{layer['A'].shape} and {layer['B'].shape}"
+                raise InputError(f"{directory}: lora_A and lora_B of {path} are {got}; this model asks for {want}")
+            root = math.sqrt(r) if config.get("use_rslora") else r
+            down[i, :, :r], up[i, :r] = layer["A"].T, layer["B"].T * (config["lora_alpha"] / root)
+        lead = (n,) if stacked else ()
+        adapter[path] = {
+            "down": jnp.asarray(down.reshape(*lead, *inputs, rank), jnp.float32),
+            "up": jnp.asarray(up.reshape(*lead, rank, *outputs), jnp.float32),
+        }
+    if pairs:
+        more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
+        raise InputError(f"{directory} adds to what this model does not have: {', '.join(list(pairs)[:3])}{more}")
+    return adapter
+
+
+def _pop(pairs: dict[str, dict[str, np.ndarray]], names: tuple[str, str], i: int) -> dict[str, np.ndarray]:
+    for name in names:
+        # An adapter of a bare GPT2Model or ViTModel has no prefix.
+        for known in (name.format(i=i), name.format(i=i).removeprefix("transformer.")):
+            if known in pairs:
+                one = pairs.pop(known)
+                if one.keys() != {"A", "B"}:
+                    raise InputError(f"the adapter has only one half of {known}: lora_{next(iter(one))}")
+                return one
+    return {}

@@ -1,0 +1,99 @@
+"""A ViT that reads a picture and a GPT-2 that writes about it."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from flaxen.models import gpt2, vit
+from flaxen.nn.layers import Linear
+from flaxen.nn.loss import Sums
+
+
+@dataclass(frozen=True)
+class Config:
+    """The two halves. When their widths differ, a projection joins them."""
+
+    encoder: vit.Config
+    decoder: gpt2.Config
+
+    def __post_init__(self) -> None:
+        if not self.decoder.cross:
+            raise ValueError("the decoder of a captioner needs cross=True: it attends to the picture")
+
+    # What generation and the trainer ask of any model's configuration.
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        return self.decoder.pad_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.decoder.eos_ids
+
+    @property
+    def start_id(self) -> int:
+        return self.decoder.start_id
+
+    @property
+    def compute(self) -> str:
+        return self.decoder.compute
+
+    def computing(self, **changes: object) -> "Config":
+        """With these changes in both halves: compute, remat, scan."""
+        return Config(
+            dataclasses.replace(self.encoder, **changes),  # type: ignore[arg-type]
+            dataclasses.replace(self.decoder, **changes),  # type: ignore[arg-type]
+        )
+
+
+class Captioner(nnx.Module):
+    """Pixels [B, C, height, width] and token ids in, logits of the caption out."""
+
+    def __init__(self, config: Config):
+        encoder, decoder = config.encoder, config.decoder
+        self.encoder = vit.ViT(encoder)
+        self.decoder = gpt2.GPT2(decoder)
+        wide = encoder.d_model != decoder.d_model
+        self.bridge = Linear((encoder.d_model,), (decoder.d_model,), decoder.std, bias=True) if wide else None
+        self.config = config
+
+    def encode(self, pixels: Float[Array, "B C Y X"], key: Array | None = None) -> Float[Array, "B S D"]:
+        """What the decoder attends to."""
+        x = self.encoder(pixels, key)
+        return x if self.bridge is None else self.bridge(x)
+
+    def logits(self, pixels: Float[Array, "B C Y X"], decoder_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        return self.decoder.logits(decoder_ids, self.encode(pixels))
+
+    def loss(
+        self,
+        pixels: Float[Array, "B C Y X"],
+        labels: Int[Array, "B T"],
+        *,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, ""], Sums]:
+        """The mean over labels that are not negative, and its sums. Decoder inputs are the labels, shifted once."""
+        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        filled = jnp.where(labels >= 0, labels, self.config.pad_id)
+        shifted = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
+        source = self.encode(pixels, keys[0])
+        return self.decoder.loss(shifted, labels, source, smoothing=smoothing, z_loss=z_loss, key=keys[1])
+
+
+def flops(config: Config, length: int) -> float:
+    """Floating-point operations of the products in the forward pass of one picture and caption."""
+    rows, columns = config.encoder.grid
+    patches = 1 + rows * columns
+    bridge = patches * config.encoder.d_model * config.decoder.d_model
+    between = 2.0 * bridge if config.encoder.d_model != config.decoder.d_model else 0.0
+    return vit.flops(config.encoder) + between + gpt2.flops(config.decoder, length, patches)

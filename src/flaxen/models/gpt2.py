@@ -1,0 +1,192 @@
+"""GPT-2: a language model, and the decoder of a captioner when it has cross-attention."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from flaxen.nn.attention import JointAttention, JointCrossAttention, Plan
+from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, dropout
+from flaxen.nn.loss import Sums, cross_entropy
+from flaxen.nn.param import stacked
+from flaxen.nn.stack import by_rows, kept, run
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches of a GPT-2. The defaults are gpt2's."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    d_model: int = 768
+    d_ff: int = 3072
+    n_layers: int = 12
+    n_heads: int = 12
+    activation: str = "gelu_new"
+    cross: bool = False  # attends to an encoder too
+    epsilon: float = 1e-5
+    scaled: bool = True  # scores by 1 / sqrt(head size)
+    inverse_layer: bool = False  # and by 1 / (number of the layer)
+    tied: bool = True  # the head is the embedding table
+    dropout: float = 0.1  # behind attention and feed-forward
+    embedding_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    std: float = 0.02  # initial
+    pad_id: int = 50256
+    eos_ids: tuple[int, ...] = (50256,)
+    start_id: int = 50256
+    compute: str = "float32"
+    scan: bool = True
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_positions", "d_model", "d_ff", "n_layers", "n_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model={self.d_model} must be a multiple of n_heads={self.n_heads}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        for name in ("pad_id", "start_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size}")
+        if self.compute not in ("float32", "bfloat16"):
+            raise ValueError(f"compute must be float32 or bfloat16, got {self.compute!r}")
+
+    def score_scales(self) -> Float[Array, "L"] | None:
+        """What scores are multiplied by in each layer, beside 1 / sqrt(head size)."""
+        return 1.0 / (1.0 + jnp.arange(self.n_layers)) if self.inverse_layer else None
+
+
+class Layer(nnx.Module):
+    """Self-attention, cross-attention if there is an encoder, feed-forward; each behind a norm, around a residual."""
+
+    def __init__(self, config: Config):
+        c = config
+        # What leads back into the residual stream starts smaller, the more layers add to it.
+        std = (c.std, c.std * (2 * c.n_layers) ** -0.5)
+        scale = (c.d_model // c.n_heads) ** -0.5 if c.scaled else 1.0
+        self.attention = JointAttention(c.d_model, c.n_heads, std, scale)
+        self.attention_norm = LayerNorm(c.d_model, c.epsilon)
+        self.cross = JointCrossAttention(c.d_model, c.n_heads, std, scale) if c.cross else None
+        self.cross_norm = LayerNorm(c.d_model, c.epsilon) if c.cross else None
+        self.mlp = MLP(c.d_model, c.d_ff, c.activation, bias=True, std=std)
+        self.mlp_norm = LayerNorm(c.d_model, c.epsilon)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        plan: Plan,
+        source: tuple[Float[Array, "B S D"], Plan] | None,
+        config: Config,
+        key: Array | None,
+    ) -> Float[Array, "B T D"]:
+        keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
+        dtype, rate = jnp.dtype(config.compute), config.dropout
+        x = kept(x + dropout(self.attention(self.attention_norm(x, dtype), plan, keys[0]), rate, keys[1]))
+        if self.cross is not None and self.cross_norm is not None and source is not None:
+            x = kept(x + dropout(self.cross(self.cross_norm(x, dtype), *source, keys[2]), rate, keys[3]))
+        return x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[4])
+
+
+class GPT2(nnx.Module):
+    """Token ids in, hidden states out; `head` turns them into logits of the next token."""
+
+    def __init__(self, config: Config):
+        c = config
+        self.embedding = Embedding(c.vocab_size, c.d_model, c.std)
+        self.positions = Embedding(c.n_positions, c.d_model, c.std)
+        self.layers = stacked(Layer(c), c.n_layers)
+        self.norm = LayerNorm(c.d_model, c.epsilon)
+        self.head = None if c.tied else Embedding(c.vocab_size, c.d_model, c.std)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, "B T"],
+        source: Float[Array, "B S D"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        key: Array | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states. `valid` is False for padding, which may stand at the left: positions count real tokens."""
+        c = self.config
+        if ids.shape[1] > c.n_positions:
+            raise ValueError(f"{ids.shape[1]} tokens for a GPT-2 with {c.n_positions} positions")
+        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        x = dropout(self.embed(ids, self.count(ids, valid)), c.embedding_dropout, keys[0])
+        plan = Plan(valid, causal=True, rate=c.attention_dropout)
+        cross = Plan(rate=c.attention_dropout)
+
+        def body(layer: Any, x: Array, key: Array | None) -> Array:
+            one, scale = layer
+
+            def some_rows(x: Array, rows: Any, source: Array | None, key: Array | None) -> Array:
+                mine = plan.of(rows)._replace(scale=scale)
+                other = None if source is None else (source, cross._replace(scale=scale))
+                return one(x, mine, other, c, key)
+
+            return by_rows(some_rows, x, key, plan.rows(), source)
+
+        x = run(body, (self.layers, c.score_scales()), x, keys[1], scan=c.scan, remat=c.remat)
+        return self.norm(x, jnp.dtype(c.compute))
+
+    def count(self, ids: Int[Array, "B T"], valid: Bool[Array, "B T"] | None) -> Int[Array, "B T"]:
+        """The position of each token among the real ones of its row."""
+        if valid is None:
+            return jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        return jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+
+    def embed(self, ids: Int[Array, "*B"], positions: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        return (self.embedding(ids) + self.positions(positions)).astype(jnp.float32)
+
+    def logits(
+        self,
+        ids: Int[Array, "B T"],
+        source: Float[Array, "B S D"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        return self.output_head.logits(self(ids, source, valid))
+
+    def loss(
+        self,
+        inputs: Int[Array, "B T"],
+        labels: Int[Array, "B T"],
+        source: Float[Array, "B S D"] | None = None,
+        *,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, ""], Sums]:
+        """The mean over labels that are not negative, and its sums: what `inputs[:, t]` should be followed by."""
+        hidden = self(inputs, source, key=key)
+        weights = (labels >= 0).astype(jnp.float32).reshape(-1)
+        labels = jnp.maximum(labels, 0).reshape(-1)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        sums = cross_entropy(flat, self.output_head.weight[...], labels, weights, smoothing, z_loss)
+        return sums.loss / jnp.maximum(sums.weight, 1.0), sums
+
+    @property
+    def output_head(self) -> Embedding:
+        return self.embedding if self.head is None else self.head
+
+
+def flops(config: Config, length: int, source: int = 0) -> float:
+    """Floating-point operations of the products in the forward pass of one example."""
+    c = config
+    layer = length * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff + 2 * length * c.d_model)
+    if c.cross:
+        layer += length * (2 * c.d_model**2 + 2 * source * c.d_model) + source * 2 * c.d_model**2
+    return 2.0 * (c.n_layers * layer + length * c.d_model * c.vocab_size)
+
+
+PRESETS: dict[str, Config] = {
+    "gpt2-mini": Config(d_model=128, d_ff=512, n_layers=4, n_heads=4, n_positions=128),
+    "gpt2": Config(),
+    "gpt2-medium": Config(d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
+    "gpt2-large": Config(d_model=1280, d_ff=5120, n_layers=36, n_heads=20),
+    "gpt2-xl": Config(d_model=1600, d_ff=6400, n_layers=48, n_heads=25),
+}

@@ -1,0 +1,161 @@
+"""ViT: a picture, cut into patches, as a sequence of vectors."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from flaxen.nn.attention import Attention, Plan
+from flaxen.nn.layers import ACTIVATIONS, MLP, LayerNorm, Linear, dropout
+from flaxen.nn.param import normal, stacked
+from flaxen.nn.stack import by_rows, kept, run
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches of a ViT. The defaults are vit-base-patch16-224's."""
+
+    image_size: tuple[int, int] = (224, 224)  # height and width that the positions are made for
+    patch_size: tuple[int, int] = (16, 16)
+    n_channels: int = 3
+    d_model: int = 768
+    d_ff: int = 3072
+    n_layers: int = 12
+    n_heads: int = 12
+    activation: str = "gelu"
+    qkv_bias: bool = True
+    epsilon: float = 1e-12
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    std: float = 0.02  # initial
+    pooler: str | None = None  # the activation of a pooler, which files may have and no caption needs
+    pooler_size: int | None = None
+    interpolate: bool = False  # accept other image sizes, with the positions interpolated
+    compute: str = "float32"
+    scan: bool = True
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_channels", "d_model", "d_ff", "n_layers", "n_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model={self.d_model} must be a multiple of n_heads={self.n_heads}")
+        if any(image < patch or patch < 1 for image, patch in zip(self.image_size, self.patch_size)):
+            raise ValueError(f"image_size {self.image_size} must hold a patch of {self.patch_size}")
+        for name in (self.activation, *([self.pooler] if self.pooler else [])):
+            if name not in ACTIVATIONS:
+                raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        if self.compute not in ("float32", "bfloat16"):
+            raise ValueError(f"compute must be float32 or bfloat16, got {self.compute!r}")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches from top to bottom and from left to right."""
+        return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+
+
+class Layer(nnx.Module):
+    """Self-attention and feed-forward, each behind a norm, around a residual."""
+
+    def __init__(self, config: Config):
+        c = config
+        head = c.d_model // c.n_heads
+        self.attention = Attention(c.d_model, c.n_heads, head, std=c.std, scale=head**-0.5, bias=(c.qkv_bias, True))
+        self.attention_norm = LayerNorm(c.d_model, c.epsilon)
+        self.mlp = MLP(c.d_model, c.d_ff, c.activation, bias=True, std=(c.std, c.std))
+        self.mlp_norm = LayerNorm(c.d_model, c.epsilon)
+
+    def __call__(self, x: Float[Array, "B T D"], config: Config, key: Array | None) -> Float[Array, "B T D"]:
+        keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
+        dtype, rate = jnp.dtype(config.compute), config.dropout
+        h = self.attention_norm(x, dtype)
+        x = kept(x + dropout(self.attention(h, h, Plan(rate=config.attention_dropout), keys[0]), rate, keys[1]))
+        return x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[2])
+
+
+class ViT(nnx.Module):
+    """Pixels [B, C, height, width] in, vectors [B, 1 + patches, D] out: the class token's first."""
+
+    def __init__(self, config: Config):
+        c = config
+        self.patches = Linear((c.n_channels, *c.patch_size), (c.d_model,), c.std, bias=True)
+        self.first = normal(c.d_model, std=c.std)
+        self.positions = normal(1 + math.prod(c.grid), c.d_model, std=c.std)
+        self.layers = stacked(Layer(c), c.n_layers)
+        self.norm = LayerNorm(c.d_model, c.epsilon)
+        size = c.pooler_size or c.d_model
+        self.pooler = Linear((c.d_model,), (size,), c.std, bias=True) if c.pooler else None
+        self.config = config
+
+    def __call__(self, pixels: Float[Array, "B C Y X"], key: Array | None = None) -> Float[Array, "B S D"]:
+        c = self.config
+        x = self.embed(pixels)
+        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        x = dropout(x, c.dropout, keys[0])
+
+        def body(layer: Layer, x: Array, key: Array | None) -> Array:
+            return by_rows(lambda x, key: layer(x, c, key), x, key)
+
+        x = run(body, self.layers, x, keys[1], scan=c.scan, remat=c.remat)
+        return self.norm(x, jnp.dtype(c.compute))
+
+    def embed(self, pixels: Float[Array, "B C Y X"]) -> Float[Array, "B S D"]:
+        """Patches as vectors, the class token before them, positions added; in f32."""
+        c, (high, wide) = self.config, self.config.patch_size
+        b, channels, height, width = pixels.shape
+        if (height, width) != c.image_size and not c.interpolate:
+            raise ValueError(f"images of {height} × {width} for a ViT of {c.image_size[0]} × {c.image_size[1]}")
+        rows, columns = height // high, width // wide
+        cut = pixels[:, :, : rows * high, : columns * wide].astype(jnp.dtype(c.compute))
+        cut = cut.reshape(b, channels, rows, high, columns, wide).transpose(0, 2, 4, 1, 3, 5)
+        x = self.patches(cut.reshape(b, rows * columns, channels, high, wide)).astype(jnp.float32)
+        first = jnp.broadcast_to(self.first[...].astype(jnp.float32), (b, 1, c.d_model))
+        return jnp.concatenate([first, x], axis=1) + self.positions_for(rows, columns)
+
+    def positions_for(self, rows: int, columns: int) -> Float[Array, "S D"]:
+        """The learned positions, resized if the grid is another; the class token keeps its own."""
+        table = self.positions[...].astype(jnp.float32)
+        if (rows, columns) == self.config.grid:
+            return table
+        grid = table[1:].reshape(*self.config.grid, -1)
+        matrices = (bicubic(old, new) for old, new in zip(self.config.grid, (rows, columns)))
+        resized = jnp.einsum("yY,xX,YXD->yxD", *matrices, grid)
+        return jnp.concatenate([table[:1], resized.reshape(rows * columns, -1)])
+
+
+def bicubic(old: int, new: int, a: float = -0.75) -> Float[Array, "new old"]:
+    """The matrix that resizes `old` samples to `new` as torch's bicubic interpolation does: no antialiasing."""
+    at = (jnp.arange(new) + 0.5) * (old / new) - 0.5
+    base = jnp.floor(at)
+    matrix = jnp.zeros((new, old))
+    for step in range(-1, 3):
+        distance = jnp.abs(at - (base + step))
+        near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+        far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+        index = jnp.clip(base + step, 0, old - 1).astype(jnp.int32)
+        matrix = matrix.at[jnp.arange(new), index].add(jnp.where(distance <= 1, near, far))
+    return matrix
+
+
+def flops(config: Config, pixels: tuple[int, int] | None = None) -> float:
+    """Floating-point operations of the products in the forward pass of one image."""
+    c = config
+    height, width = pixels or c.image_size
+    n = 1 + (height // c.patch_size[0]) * (width // c.patch_size[1])
+    layer = n * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff + 2 * n * c.d_model)
+    return 2.0 * (c.n_layers * layer + n * math.prod(c.patch_size) * c.n_channels * c.d_model)
+
+
+PRESETS: dict[str, Any] = {
+    "vit-mini": Config(image_size=(64, 64), patch_size=(8, 8), d_model=128, d_ff=512, n_layers=4, n_heads=4),
+    "vit-small-patch16-224": Config(d_model=384, d_ff=1536, n_layers=12, n_heads=6),
+    "vit-base-patch16-224": Config(),
+    "vit-base-patch32-224": Config(patch_size=(32, 32)),
+    "vit-large-patch16-224": Config(d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
+}

@@ -1,0 +1,130 @@
+"""LoRA: the model stays as it is, and low-rank additions to some of its linear maps are trained.
+
+An adapter is a tree of its own: {path of a Linear: {"down": [*inputs, r], "up": [r, *outputs]}}, with a layer axis first
+where the model has one. `attach` computes with it beside the weights, `merge` adds it into them.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from flaxen.errors import InputError, nearest
+from flaxen.nn.layers import Adapted, Linear
+from flaxen.tree import name
+
+M = TypeVar("M")
+Adapter = dict[str, dict[str, Array]]
+# What PEFT takes by default for these families: queries and values, or the product that holds them.
+DEFAULT = ("*.q", "*.v", "*.qkv", "*.kv")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Train low-rank additions to some weights instead of the weights."""
+
+    rank: int = 0
+    """Of the additions; 0 trains the weights themselves."""
+    alpha: float | None = None
+    """Additions are scaled by alpha / rank. Default: 2 · rank."""
+    targets: tuple[str, ...] = ()
+    """Linear maps to add to, as globs over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and values."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise InputError(f"lora.rank must not be negative, got {self.rank}")
+        if not self.rank and (self.targets or self.alpha is not None):
+            raise InputError("lora.targets and lora.alpha mean nothing without lora.rank; set it, 8 is usual")
+
+    @property
+    def scale(self) -> float:
+        return 2.0 if self.alpha is None else self.alpha / max(self.rank, 1)
+
+
+def linears(model: Any) -> Iterator[tuple[str, Linear]]:
+    """Every Linear of a model, with its path."""
+    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear))
+    return ((name(path), node) for path, node in found if isinstance(node, Linear))
+
+
+def targets(model: Any, lora: LoRA) -> dict[str, Linear]:
+    """The maps that the globs name; each glob must name one."""
+    every = dict(linears(model))
+    for glob in lora.targets:
+        if not any(fnmatchcase(path, glob) for path in every):
+            raise InputError(
+                f"lora.targets: no linear map matches {glob!r}{nearest(glob, every)}; there are: {', '.join(every)}"
+            )
+    globs = lora.targets or DEFAULT
+    # A map that is no layer's (patches, a pooler, the bridge of a captioner) has one matrix, as a layer has.
+    return {path: node for path, node in every.items() if any(fnmatchcase(path, glob) for glob in globs)}
+
+
+def abstract(model: Any, lora: LoRA) -> Adapter:
+    """The shapes of an adapter for this model."""
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
+    found = {}
+    for path, node in targets(model, lora).items():
+        stack, inputs, outputs = split(path, node)
+        found[path] = {"down": shape(*stack, *inputs, lora.rank), "up": shape(*stack, lora.rank, *outputs)}
+    return found
+
+
+def split(path: str, node: Linear) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The shape of a weight: its layer axis if there is one, its inputs, its outputs."""
+    shape = node.weight.shape
+    stacked = int("layers" in path.split("."))
+    end = stacked + node.n_inputs
+    return shape[:stacked], shape[stacked:end], shape[end:]
+
+
+def start(model: Any, lora: LoRA, seed: int) -> Adapter:
+    """An adapter that adds nothing yet: `down` is uniform noise as PEFT's, `up` is 0. Each depends on (seed, path)."""
+
+    def noise(path: str, leaf: jax.ShapeDtypeStruct) -> Array:
+        draw = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(f"{path}.down".encode())]))
+        width = math.prod(leaf.shape[int("layers" in path.split(".")) : -1]) ** -0.5
+        return jnp.asarray(draw.uniform(-width, width, leaf.shape).astype(np.float32))
+
+    return {
+        path: {"down": noise(path, one["down"]), "up": jnp.zeros(one["up"].shape)}
+        for path, one in abstract(model, lora).items()
+    }
+
+
+def attach(model: M, adapter: Adapter, scale: float) -> M:
+    """The model with the adapter beside its weights, for training: they get no gradient of their own."""
+
+    def add(path: Any, node: Any) -> Any:
+        one = adapter.get(name(path)) if isinstance(node, Linear) else None
+        return node if one is None else Adapted(node, one["down"], one["up"] * scale)
+
+    return jax.tree_util.tree_map_with_path(add, model, is_leaf=lambda node: isinstance(node, Linear))
+
+
+def merge(model: M, adapter: Adapter, scale: float) -> M:
+    """The model with the adapter added into its weights, for use."""
+    products = {}
+    for path, node in linears(model):
+        if path in adapter:
+            stack, inputs, outputs = split(path, node)
+            rank = adapter[path]["down"].shape[-1]
+            down = adapter[path]["down"].reshape(*stack, math.prod(inputs), rank)
+            up = adapter[path]["up"].reshape(*stack, rank, math.prod(outputs))
+            products[f"{path}.weight"] = (scale * (down @ up)).reshape(node.weight.shape)
+    missing = {f"{path}.weight" for path in adapter} - products.keys()
+    if missing:
+        raise InputError(f"the adapter adds to what the model does not have: {', '.join(sorted(missing))}")
+
+    def add(path: Any, leaf: Array) -> Array:
+        more = products.get(name(path))
+        return leaf if more is None else (leaf.astype(jnp.float32) + more).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(add, model)

@@ -1,0 +1,169 @@
+"""GPT-2 against transformers' torch, live: alone, from a prompt, with cross-attention."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from pictures import close, gradients, make_gpt2, same_gradients
+from safetensors.numpy import load_file, save_file
+
+import flaxen
+from flaxen.errors import InputError
+from flaxen.hf import gpt2 as hf_gpt2
+from flaxen.hf import weightmap
+from flaxen.models.gpt2 import GPT2, Config
+from flaxen.nn.param import initialise
+from flaxen.tree import leaves
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"n_inner": 40, "activation_function": "relu", "layer_norm_epsilon": 1e-3},
+    {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "activation_function": "gelu"},
+    {"scale_attn_weights": False, "tie_word_embeddings": False, "n_layer": 3},
+]
+
+
+def tokens(rows: int = 3, length: int = 11, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, 97, (rows, length)).astype(np.int32)
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_logits_loss_and_gradients_equal_torch(changes: dict[str, Any], tmp_path: Path) -> None:
+    reference = make_gpt2(tmp_path / "torch", **changes)
+    ids = tokens()
+    out = reference.model(torch.tensor(ids).long(), labels=torch.tensor(ids).long())
+    loaded = flaxen.load(reference.directory)
+    close(loaded.logits(ids), out.logits.detach(), 2e-5)
+
+    out.loss.backward()
+    inputs, labels = jnp.asarray(ids[:, :-1]), jnp.asarray(ids[:, 1:])
+    loss, grads = jax.jit(jax.value_and_grad(lambda model: model.loss(inputs, labels)[0]))(loaded.model)
+    np.testing.assert_allclose(float(loss), out.loss.item(), rtol=1e-5)
+    expected = gradients(reference.model, tmp_path / "gradients")
+    named = weightmap.save(grads, hf_gpt2.rows(loaded.config))
+    same_gradients(named, expected)
+
+
+def test_cross_attention_equals_torch(tmp_path: Path) -> None:
+    reference = make_gpt2(tmp_path, add_cross_attention=True, scale_attn_by_inverse_layer_idx=True)
+    ids = tokens()
+    source = np.random.default_rng(3).normal(size=(3, 7, 32)).astype(np.float32)
+    theirs = reference.model(torch.tensor(ids).long(), encoder_hidden_states=torch.tensor(source)).logits
+    model = flaxen.load(tmp_path).model
+    close(jax.jit(model.logits)(jnp.asarray(ids), jnp.asarray(source)), theirs.detach(), 2e-5)
+
+
+def torch_continuations(reference: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """What torch adds to each prompt, alone: no padding."""
+    found = []
+    for prompt in prompts:
+        out = reference.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), do_sample=False, **options
+        )
+        new = out[:, len(prompt) :].tolist()
+        for row in new:
+            end = next((i + 1 for i, token in enumerate(row) if token == 1), len(row))
+            found.append(row[:end])
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 4},
+        {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 2.0, "early_stopping": True},
+        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+        {"num_beams": 2, "no_repeat_ngram_size": 3, "min_new_tokens": 6},
+    ],
+)
+def test_continuations_equal_torch(options: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts of many lengths in one batch, padded at the left, give what each gives alone."""
+    reference = make_gpt2(tmp_path, scale_attn_by_inverse_layer_idx=True)
+    prompts = [tokens(1, n, n)[0].tolist() for n in (1, 2, 5, 17, 9)]
+    ours = flaxen.load(tmp_path).generate(prompts, max_new_tokens=12, **options)
+    assert [one.tokens for one in ours] == torch_continuations(reference, prompts, max_new_tokens=12, **options)
+
+
+def test_logprobs_of_a_continuation_are_those_of_the_full_forward(tmp_path: Path) -> None:
+    """Cached = full, and by padding at the left = without."""
+    make_gpt2(tmp_path)
+    loaded = flaxen.load(tmp_path)
+    prompts = [tokens(1, n, n)[0].tolist() for n in (3, 10)]
+    for one in loaded.generate(prompts, max_new_tokens=9, do_sample=True, seed=3):
+        whole = [*prompts[one.index], *one.tokens]
+        logits = loaded.logits([whole])[0]
+        logprobs = jax.nn.log_softmax(logits)[np.arange(len(whole) - 1), whole[1:]]
+        np.testing.assert_allclose(one.logprobs, logprobs[len(prompts[one.index]) - 1 :], atol=1e-4)
+    padded = np.array([[0] * 7 + prompts[0], prompts[1]])
+    valid = np.arange(10) >= np.array([[7], [0]])
+    close(loaded.logits(padded, valid=valid)[0, 7:], loaded.logits([prompts[0]])[0], 1e-5)
+
+
+def test_sampling_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+    make_gpt2(tmp_path)
+    loaded = flaxen.load(tmp_path)
+    prompts = [tokens(1, n, n)[0].tolist() for n in (3, 30, 10)]
+    together = loaded.generate(prompts, max_new_tokens=8, do_sample=True, num_return_sequences=2, seed=5)
+    alone = loaded.generate(prompts, batch_size=1, max_new_tokens=8, do_sample=True, num_return_sequences=2, seed=5)
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+
+
+def test_no_prompt_begins_with_the_start_token(tmp_path: Path) -> None:
+    make_gpt2(tmp_path)
+    loaded = flaxen.load(tmp_path)
+    assert loaded.generate([[]], max_new_tokens=4)[0].tokens == loaded.generate([[1]], max_new_tokens=4)[0].tokens
+
+
+def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
+    make_gpt2(tmp_path)
+    loaded = flaxen.load(tmp_path)
+    with pytest.raises(InputError, match=r"prompt 1 has 50 tokens and max_new_tokens=20 .* 64 positions"):
+        loaded.generate([[2], [3] * 50], max_new_tokens=20)
+
+
+def test_files_go_both_ways_and_without_prefix(tmp_path: Path) -> None:
+    reference = make_gpt2(tmp_path / "theirs")
+    loaded = flaxen.load(tmp_path / "theirs")
+    loaded.save(tmp_path / "ours")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
+    for (name, mine), (_, other) in zip(reference.model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(mine, other), name
+    # The hub's gpt2: no prefix, and masks among the tensors.
+    plain = {
+        name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "theirs/model.safetensors").items()
+    }
+    plain |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "h.0.attn.masked_bias": np.zeros((), np.float32)}
+    save_file(plain, tmp_path / "theirs/model.safetensors")
+    for path, leaf in leaves(flaxen.load(tmp_path / "theirs").model).items():
+        np.testing.assert_array_equal(leaf, leaves(loaded.model)[path])
+
+
+def test_does_not_see_the_future() -> None:
+    config = Config(vocab_size=20, n_positions=8, d_model=8, d_ff=16, n_layers=2, n_heads=2, pad_id=0, start_id=0)
+    model = initialise(GPT2(config), 0)
+    ids = jnp.arange(6)[None]
+    first = jax.jit(model)(ids)
+    later = jax.jit(model)(ids.at[0, 4].set(9))
+    np.testing.assert_array_equal(first[:, :4], later[:, :4])
+    assert not np.allclose(first[:, 4:], later[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_function": "mystery"}, "activation must be one of"),
+        ({"n_head": 5}, "multiple of n_heads"),
+        ({"n_layers": 3}, "unknown field n_layers=3.*n_layer"),
+        ({"cross_attention_hidden_size": 64}, "cross_attention_hidden_size=64 is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_configs_that_we_do_not_compute(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        hf_gpt2.read_config({"model_type": "gpt2", "n_embd": 32, "n_head": 4, **change}, None)
