@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Every worker of pytest-xdist has a cache of compiled programs and a core of its own.
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla" / WORKER))
+os.environ.setdefault("PYTEST_XDIST_WORKER", "alone")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(__file__).parents[1] / ".pytest_cache" / "xla" / os.environ["PYTEST_XDIST_WORKER"]),
+)
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np
@@ -19,7 +22,7 @@ with warnings.catch_warnings():
     import torch
     import transformers
 
-torch.set_num_threads(2 if WORKER == "alone" else 1)
+torch.set_num_threads(2 if os.environ["PYTEST_XDIST_WORKER"] == "alone" else 1)
 transformers.utils.logging.disable_progress_bar()
 
 PROGRAMS = 20_000  # mappings of memory; Linux allows a process 65,530, and every compiled program holds some

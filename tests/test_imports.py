@@ -21,7 +21,7 @@ ALLOWED = {
     "hf": {"models", "nn", "tree", "errors", "atomic"},
     "tasks": {"models", "nn", "data", "generate", "metrics", "tree", "errors", "atomic"},
     "train": {"tasks", "data", "nn", "tree", "errors", "atomic"},
-    "pretrained": {"hf", "models", "nn", "data", "generate", "tree", "errors"},
+    "pretrained": {"hf", "models", "nn", "data", "generate", "train", "tree", "errors"},
     "cli": {
         "pretrained",
         "hf",

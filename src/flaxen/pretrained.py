@@ -18,15 +18,19 @@ from flaxen.generate.batches import batches, groups
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
 from flaxen.generate.search import ended
-from flaxen.hf import families, files
+from flaxen.hf import families, files, peft
 from flaxen.hf.families import Model
 from flaxen.models.captioner import Captioner
+from flaxen.models.captioner import Config as PairConfig
 from flaxen.models.gpt2 import GPT2
 from flaxen.models.gpt2_decoding import CaptionDecoding
 from flaxen.models.gpt2_decoding import Decoding as GPT2Decoding
 from flaxen.models.t5 import T5
 from flaxen.models.t5_decoding import Decoding as T5Decoding
+from flaxen.models.vit import ViT
 from flaxen.nn.param import initialise
+from flaxen.train import lora
+from flaxen.tree import leaves, map_leaves
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DECODING: dict[type, Any] = {T5: T5Decoding, GPT2: GPT2Decoding, Captioner: CaptionDecoding}
@@ -118,8 +122,8 @@ class Pretrained:
             for i, ids in enumerate(encoded):
                 if len(ids) + new > limit:
                     raise InputError(
-                        f"prompt {i} has {len(ids):,} tokens and max_new_tokens={new:,} are to follow, but the model has "
-                        f"{limit:,} positions; shorten it, or ask for fewer"
+                        f"prompt {i} has {len(ids):,} tokens and max_new_tokens={new:,} are to follow, but the model "
+                        f"has {limit:,} positions; shorten it, or ask for fewer"
                     )
         yield from batches(encoded, batch_size, self.config.pad_id, left=isinstance(self.model, GPT2))
 
@@ -210,8 +214,14 @@ def _logits(model: Any, inputs: jax.Array, decoder_ids: jax.Array | None, *valid
     return model.logits(inputs, decoder_ids, *valid)
 
 
-def load(source: str | os.PathLike[str], dtype: str = "float32", compute: str | None = None) -> Pretrained:
-    """A checkpoint directory or hub id. Weights are kept in `dtype`; products are computed in `compute`, or `dtype`."""
+def load(
+    source: str | os.PathLike[str],
+    dtype: str = "float32",
+    compute: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> Pretrained:
+    """A checkpoint directory or hub id, with a LoRA adapter of PEFT's form added. Weights are kept in `dtype`; products
+    are computed in `compute`, or `dtype`."""
     for name in (dtype, compute or dtype):
         if name not in DTYPES:
             raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
@@ -225,7 +235,10 @@ def load(source: str | os.PathLike[str], dtype: str = "float32", compute: str | 
             f"{directory}: the tokenizer has {tokenizer.size} ids and the model only {config.vocab_size}; "
             "they do not belong together"
         )
-    return Pretrained(stored.load(config, DTYPES[dtype]), tokenizer, stored.generation, Processor.read(directory))
+    model = stored.load(config, DTYPES[dtype])
+    if adapter is not None:
+        model = lora.merge(model, peft.read(files.locate(adapter), model, dict(lora.linears(model))), 1.0)
+    return Pretrained(model, tokenizer, stored.generation, Processor.read(directory))
 
 
 def create(
@@ -243,3 +256,17 @@ def cache_compilations() -> None:
         jax.config.update("jax_compilation_cache_dir", str(base / "flaxen" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def compose(encoder: Pretrained, decoder: Pretrained, seed: int = 0) -> Pretrained:
+    """A captioner of a ViT and a GPT-2. What neither has (cross-attention, a bridge between widths) is random."""
+    if not isinstance(encoder.model, ViT) or not isinstance(decoder.model, GPT2):
+        got = f"{type(encoder.model).__name__} and {type(decoder.model).__name__}"
+        raise InputError(f"a captioner is made of a ViT and a GPT-2, got {got}")
+    config = PairConfig(encoder.config, dataclasses.replace(decoder.config, cross=True))
+    halves = (("encoder", encoder.model), ("decoder", decoder.model))
+    known = {f"{half}.{path}": leaf for half, model in halves for path, leaf in leaves(model).items()}
+    fresh = initialise(Captioner(config), seed)
+    model = map_leaves(lambda path, leaf: known.get(path, leaf), fresh)
+    processor = encoder.processor or Processor.default(encoder.config.image_size)
+    return Pretrained(model, decoder.tokenizer, {}, processor)

@@ -53,7 +53,7 @@ def test_info(byt5: Path) -> None:
         (["generate", "{model}", "--text", "x", "--num-beams", "two"], 2, "num-beams"),
         (["generate", "{model}", "--text", "x", "--dtype", "float16"], 2, "bfloat16"),
         (["genrate"], 2, "generate"),
-        (["generate", "{model}"], 1, "either with --text or with --file"),
+        (["generate", "{model}"], 1, "either with --text, with --image or with --file"),
         (["generate", "{model}", "--text", ""], 1, "prompt 0 is empty"),
         (["generate", "{model}", "--text", "</s>"], 1, "only special tokens"),
         (["generate", "{model}", "--text", "x", "--temperature", "0.5"], 1, "do_sample"),

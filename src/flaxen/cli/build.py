@@ -7,73 +7,135 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flaxen.cli.settings import DenoiseSettings, Seq2SeqSettings, Settings, Start
+from flaxen.cli.settings import CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings, Start
+from flaxen.data.captions import Captions, open_captions
+from flaxen.data.images import Processor
 from flaxen.data.pair_store import open_pairs
 from flaxen.data.store import open_corpus
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
-from flaxen.hf import files, t5
-from flaxen.models.t5 import PRESETS, T5, Config
+from flaxen.hf import families, files, peft
+from flaxen.hf.families import Model
+from flaxen.models import captioner, gpt2, t5, vit
 from flaxen.nn.param import initialise
-from flaxen.pretrained import Pretrained, cache_compilations, load, read_config
+from flaxen.pretrained import Pretrained, cache_compilations, load
+from flaxen.tasks.caption import Caption
 from flaxen.tasks.denoise import Denoise
+from flaxen.tasks.objective import CaptionObjective, Writing
 from flaxen.tasks.seq2seq import Seq2Seq
+from flaxen.train import lora
 from flaxen.train.optim import frozen
+from flaxen.train.settings import LoRA
 from flaxen.train.step import Stepper
 from flaxen.tree import leaves, map_leaves
+
+TaskOf = Denoise | Seq2Seq | Caption
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a run begins with, beside weights."""
+
+    config: Any
+    tokenizer: Tokenizer
+    generation: dict[str, Any]  # generation_config.json of the checkpoint it starts from
+    processor: Processor | None  # of pictures
+
+    @property
+    def model(self) -> Model:
+        """Its shapes."""
+        return families.of_config(self.config)(self.config)
 
 
 @dataclass(frozen=True)
 class Built:
     """All that a run needs."""
 
-    config: Config
-    tokenizer: Tokenizer
-    task: Denoise | Seq2Seq
+    begin: Beginning
+    task: TaskOf
     stepper: Stepper
-    initial: Callable[[], T5]  # the weights to start from, made when they are needed
-    generation: dict[str, Any]  # generation_config.json of the checkpoint it starts from
+    abstract: Any  # the shape of what is trained
+    initial: Callable[[], Any]  # what to start from, made when it is needed
+    export: Callable[[Any, Path], None]  # writes what is trained to a directory
     facts: dict[str, Any]  # what the settings came to: data, lengths, sizes
-
-    @property
-    def abstract(self) -> T5:
-        return T5(self.config)
-
-    def export(self, model: Any, directory: Path) -> None:
-        Pretrained(model, self.tokenizer, self.generation).save(directory)
 
 
 def build(settings: Settings) -> Built:
     cache_compilations()
-    config, tokenizer, generation = start(settings.model)
-    initial = partial(_initial, settings.model, config, settings.training.seed)
-    task = make_task(settings, config, tokenizer)
-    stepper = Stepper(task, settings.optimizer, settings.schedule, settings.training)
-    frozen(settings.optimizer, T5(config))  # globs that match nothing fail now
-    facts = task.facts | {"steps": stepper.steps, "model": dataclasses.asdict(config)}
-    return Built(config, tokenizer, task, stepper, initial, generation, facts)
+    begin = start(settings.model)
+    weights = partial(_initial, settings.model, begin.config, settings.training.seed)
+    task = make_task(settings, begin)
+    make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
+    abstract = begin.model
+    facts = task.facts | {"model": dataclasses.asdict(begin.config)}
+    if not settings.lora.rank:
+        stepper = make()
+        frozen(settings.optimizer, abstract)  # globs that match nothing fail now
+        export = lambda model, directory: _whole(begin, model).save(directory)  # noqa: E731
+        return Built(begin, task, stepper, abstract, weights, export, facts | {"steps": stepper.steps})
+    if settings.optimizer.name == "adamw-rms":
+        raise InputError(
+            "optimizer adamw-rms scales updates by the weights, and those of an adapter start at 0; "
+            "choose --optimizer.name adamw --optimizer.learning-rate 1e-3"
+        )
+    whole, merged = (partial(_with_adapter, how, settings.lora.scale) for how in (lora.attach, lora.merge))
+    stepper = make(whole, merged, weights)
+    adapter = lora.abstract(abstract, settings.lora)
+    initial = partial(lora.start, abstract, settings.lora, settings.training.seed)
+    export = partial(_write_adapter, settings.lora, abstract, settings.model.init)
+    return Built(begin, task, stepper, adapter, initial, export, facts | {"steps": stepper.steps})
 
 
-def make_task(settings: Settings, config: Config, tokenizer: Tokenizer) -> Denoise | Seq2Seq:
+def _whole(begin: Beginning, model: Any) -> Pretrained:
+    return Pretrained(model, begin.tokenizer, begin.generation, begin.processor)
+
+
+def _with_adapter(how: Callable[..., Any], scale: float, adapter: Any, base: Any) -> Any:
+    return how(base, adapter, scale)
+
+
+def _write_adapter(settings: LoRA, model: Any, base: str | None, adapter: Any, directory: Path) -> None:
+    peft.write(adapter, model, settings.rank, settings.scale * settings.rank, directory, base)
+
+
+def make_task(settings: Settings, begin: Beginning) -> TaskOf:
     """The data of a run, joined to its model."""
-    seed = settings.training.seed
+    seed, tokenizer = settings.training.seed, begin.tokenizer
+    if isinstance(settings, CaptionSettings):
+        return captions_task(settings.data, settings.objective, settings.writing, begin, seed)
+    check_kind(begin, t5.T5, "a T5, mT5, ByT5 or LongT5")
     if isinstance(settings, DenoiseSettings):
-        return Denoise(config, settings.objective, tokenizer, *open_corpus(settings.data, tokenizer), seed)
+        return Denoise(begin.config, settings.objective, tokenizer, *open_corpus(settings.data, tokenizer), seed)
     assert isinstance(settings, Seq2SeqSettings)
     pairs = open_pairs(settings.data, tokenizer)
-    return Seq2Seq(config, settings.objective, settings.writing, tokenizer, *pairs, seed)
+    return Seq2Seq(begin.config, settings.objective, settings.writing, tokenizer, *pairs, seed)
 
 
-def start(model: Start) -> tuple[Config, Tokenizer, dict[str, Any]]:
-    """The configuration, the tokenizer and generation_config.json; no weights are read or made."""
+def captions_task(
+    data: Captions, objective: CaptionObjective, writing: Writing, begin: Beginning, seed: int
+) -> Caption:
+    check_kind(begin, captioner.Captioner, "a captioner, ViT + GPT-2")
+    assert begin.processor is not None
+    return Caption(begin.config, objective, writing, begin.tokenizer, begin.processor, *open_captions(data), seed)
+
+
+def check_kind(begin: Beginning, kind: type, name: str) -> None:
+    if not isinstance(begin.model, kind):
+        raise InputError(f"this task is for {name}; the model is a {type(begin.model).__name__}")
+
+
+def start(model: Start) -> Beginning:
+    """Configuration, tokenizer and the like; no weights are read or made."""
     generation: dict[str, Any] = {}
+    processor: Processor | None = None
     if model.init is not None:
         directory = files.locate(model.init)
-        config, _, generation = read_config(directory)
+        stored = families.read(directory)
+        config, generation, processor = stored.config, stored.generation, Processor.read(directory)
         tokenizer = named_tokenizer(model.tokenizer) if model.tokenizer else load_tokenizer(directory)
         if tokenizer is None:
             raise InputError(f"{model.init} has no tokenizer files; name a tokenizer with --model.tokenizer")
-        if tokenizer.size > config.vocab_size:
+        if tokenizer.size > getattr(config, "vocab_size", tokenizer.size):
             raise InputError(
                 f"the tokenizer has {tokenizer.size:,} ids and the model of {model.init} only {config.vocab_size:,}; "
                 "they do not belong together"
@@ -85,12 +147,35 @@ def start(model: Start) -> tuple[Config, Tokenizer, dict[str, Any]]:
                 "a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes"
             )
         tokenizer = named_tokenizer(model.tokenizer or "bytes")
-        # Rows of the table come in multiples of 128, as T5's 32,128 for 32,100 ids do: products like it.
-        ids: dict[str, Any] = {"pad_id": tokenizer.pad_id, "eos_ids": (tokenizer.eos_id,), "start_id": tokenizer.pad_id}
-        config = dataclasses.replace(config, vocab_size=-(-tokenizer.size // 128) * 128, **ids)
-    changes: dict[str, Any] = {"compute": model.compute, "remat": model.remat}
-    changes |= {} if model.dropout is None else {"dropout": model.dropout}
-    return dataclasses.replace(config, **changes), tokenizer, generation
+        config = _for_tokenizer(config, tokenizer)
+    config = families.computing(config, compute=model.compute, remat=model.remat)
+    if model.dropout is not None:
+        config = families.with_dropout(config, model.dropout)
+    if isinstance(config, captioner.Config):
+        config, processor = _for_pictures(config, processor, model.image_size)
+    elif model.image_size is not None:
+        raise InputError("model.image_size is for models that see pictures")
+    return Beginning(config, tokenizer, generation, processor)
+
+
+def _for_tokenizer(config: Any, tokenizer: Tokenizer) -> Any:
+    """Rows of the table come in multiples of 128, as T5's 32,128 for 32,100 ids do: products like it."""
+    if isinstance(config, captioner.Config):
+        return dataclasses.replace(config, decoder=_for_tokenizer(config.decoder, tokenizer))
+    ids: dict[str, Any] = {"pad_id": tokenizer.pad_id, "eos_ids": (tokenizer.eos_id,), "start_id": tokenizer.pad_id}
+    return dataclasses.replace(config, vocab_size=-(-tokenizer.size // 128) * 128, **ids)
+
+
+def _for_pictures(
+    config: captioner.Config, processor: Processor | None, size: int | None
+) -> tuple[captioner.Config, Processor]:
+    """For pictures of another size, both the encoder and what is done to pictures change."""
+    if size is None:
+        return config, processor or Processor.default(config.encoder.image_size)
+    encoder = dataclasses.replace(config.encoder, image_size=(size, size))
+    old = processor or Processor.default(size)
+    resized = dataclasses.replace(old, size=(size, size), shortest_edge=None, crop=None)
+    return dataclasses.replace(config, encoder=encoder), resized
 
 
 def named_tokenizer(name: str) -> Tokenizer:
@@ -102,23 +187,42 @@ def named_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-def _preset(name: str) -> Config:
+PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS}
+
+
+def _preset(name: str) -> Any:
+    """A preset; 'vit-…+gpt2-…' is a captioner of two."""
+    parts = [find_preset(part) for part in name.split("+")]
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) != 2 or not isinstance(parts[0], vit.Config) or not isinstance(parts[1], gpt2.Config):
+        raise InputError(f"preset {name!r}: a captioner is a ViT and a GPT-2, such as vit-mini+gpt2-mini")
+    return captioner.Config(parts[0], dataclasses.replace(parts[1], cross=True))
+
+
+def find_preset(name: str) -> Any:
     if name not in PRESETS:
         raise InputError(f"no preset {name!r}{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
-def _config_file(path: Path | None) -> Config:
+def _config_file(path: Path | None) -> Any:
     assert path is not None
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         raise InputError(f"no file {path}; --model.config is a config.json")
-    return t5.read_config(files.read_json(path), None)
+    json = files.read_json(path)
+    return families.family_named(json, path).read_config(json, None)
 
 
-def _initial(model: Start, config: Config, seed: int) -> T5:
+def _initial(model: Start, config: Any, seed: int) -> Model:
+    abstract = families.of_config(config)(config)
     if model.init is None:
-        return initialise(T5(config), seed)
-    weights = leaves(load(model.init).model)
-    return map_leaves(lambda path, _: weights[path], T5(config))
+        return initialise(abstract, seed)
+    loaded = load(model.init).model
+    weights = leaves(loaded)
+    if isinstance(loaded, captioner.Captioner) and loaded.config.encoder.image_size != config.encoder.image_size:
+        seeing = vit.resized(loaded.encoder, config.encoder.image_size)
+        weights |= {f"encoder.{path}": leaf for path, leaf in leaves(seeing).items()}
+    return map_leaves(lambda path, _: weights[path], abstract)

@@ -1,4 +1,4 @@
-"""flaxen generate MODEL --text … | --file …"""
+"""flaxen generate MODEL --text … | --image … | --file …"""
 
 import dataclasses
 import json
@@ -24,16 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate text from prompts."""
+    """Generate text: answers of a T5, continuations of a GPT-2, captions of a captioner."""
 
     model: tyro.conf.Positional[str]
     """Checkpoint directory or hub id."""
     text: tuple[str, ...] = ()
     """Prompts."""
+    image: tuple[Path, ...] = ()
+    """Pictures, for a captioner."""
     file: str | None = None
     """Prompts from a file: one per line, or the rows of .jsonl .json .csv .tsv .parquet; '-' reads standard input."""
     column: str = "text"
-    """Column of a table that holds the prompt, or a template such as 'summarize: {document}'."""
+    """Column of a table that holds the prompt, or a template such as 'summarize: {document}'. For a captioner, the path
+    of a picture, from the folder of the table."""
+    adapter: str | None = None
+    """Directory or hub id of a LoRA adapter to add to the model."""
     out: Path | None = None
     """Write here instead of to standard output; appears when complete. After a kill, the same command goes on."""
     json: bool = False
@@ -50,23 +55,31 @@ class Generate:
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     def run(self, given: set[str]) -> None:
-        if bool(self.text) == (self.file is not None):
-            raise InputError("give prompts either with --text or with --file")
-        if self.stream and (len(self.text) != 1 or self.json or self.out):
+        if bool(self.text) + bool(self.image) + (self.file is not None) != 1:
+            raise InputError("give prompts either with --text, with --image or with --file")
+        if self.stream and (len(self.text) + len(self.image) != 1 or self.json or self.out):
             raise InputError("--stream shows one prompt as plain text: give one --text, and neither --json nor --out")
         prompts, n = self._prompts()
         # What was not typed is left to the checkpoint's own defaults.
         options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
 
         import flaxen
+        from flaxen.models.captioner import Captioner
 
-        pretrained = flaxen.load(self.model, dtype=self.dtype)
+        pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter)
+        sees = isinstance(pretrained.model, Captioner)
+        if (sees and self.text) or (self.image and not sees):
+            want = "sees pictures: give --image" if sees else "reads texts: give --text"
+            raise InputError(f"{self.model} {want}, or --file")
+        if sees and self.file is not None:
+            folder = Path(self.file).parent
+            prompts = [(id, str(folder / path)) for id, path in prompts]
         if self.bad_words:
             if pretrained.tokenizer is None:
                 raise InputError("--bad-words needs a checkpoint with a tokenizer")
             options["bad_words_ids"] = [pretrained.tokenizer.encode(word, eos=False) for word in self.bad_words]
         if self.stream:
-            for piece in pretrained.stream(self.text[0], **options):
+            for piece in pretrained.stream((*self.text, *self.image)[0], **options):
                 print(piece, end="", flush=True)
             print()
         elif self.out is None:
@@ -80,6 +93,8 @@ class Generate:
         """(id, prompt) of each, and how many there are: a wrong one fails now, not after an hour."""
         if self.text:
             return [(None, text) for text in self.text], len(self.text)
+        if self.image:
+            return [(str(path), str(path)) for path in self.image], len(self.image)
         if self.file == "-":
             typed = [(None, line) for line in sys.stdin.read().splitlines()]
             if not typed:
@@ -109,7 +124,7 @@ class Generate:
         about = files.locate(self.model)
         key = {
             "model": stamps(tuple(sorted(path for path in about.iterdir() if path.is_file()))), "dtype": self.dtype,
-            "prompts": self.text or self.file, "column": self.column,
+            "prompts": [*self.text, *map(str, self.image), self.file], "column": self.column, "adapter": self.adapter,
             "options": {name: repr(value) for name, value in options.items()},
             "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
         }  # fmt: skip

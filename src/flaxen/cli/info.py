@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import tyro
 
+HIDDEN = ("scan", "remat")  # how, not what
+
 
 @dataclass(frozen=True)
 class Info:
@@ -18,7 +20,8 @@ class Info:
         from rich.console import Console
         from rich.table import Table
 
-        from flaxen.models.t5 import PRESETS, T5
+        from flaxen.cli.build import PRESETS
+        from flaxen.hf import families
         from flaxen.tree import leaves
 
         rows: list[tuple[str, str]] = []
@@ -28,10 +31,10 @@ class Info:
         else:
             from flaxen.data.tokenizers import load_tokenizer
             from flaxen.hf import files
-            from flaxen.pretrained import read_config
 
             directory = files.locate(self.model)
-            config, tensors, _ = read_config(directory)
+            stored = families.read(directory)
+            config, tensors = stored.config, stored.tensors
             tokenizer = load_tokenizer(directory)
             dtypes = {tensors.dtype(name) for name in tensors}
             rows += [
@@ -40,15 +43,15 @@ class Info:
                 ("tokenizer", "none" if tokenizer is None else f"{type(tokenizer).__name__}, {tokenizer.size:,} ids, "
                  f"{len(tokenizer.sentinels)} sentinels"),
             ]  # fmt: skip
-        shapes = leaves(T5(config))
+        shapes = leaves(families.of_config(config)(config))
         n = sum(math.prod(leaf.shape) for leaf in shapes.values())
         rows += [
             ("parameters", f"{n:,}"),
             ("memory", f"{4 * n / 1e9:.2f} GB in float32, {2 * n / 1e9:.2f} GB in bfloat16"),
         ]
-        rows += [
-            (name, str(value)) for name, value in dataclasses.asdict(config).items() if name not in ("scan", "remat")
-        ]
+        for name, value in dataclasses.asdict(config).items():
+            parts = {f"{name}.{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
+            rows += [(part, str(one)) for part, one in parts.items() if part.split(".")[-1] not in HIDDEN]
         table = Table(show_header=False, box=None)
         for name, value in rows:
             table.add_row(name, value)

@@ -8,14 +8,15 @@ from typing import Annotated, Any, Union
 import tyro
 
 from flaxen.cli import recipe
+from flaxen.cli.compose import Compose, Merge
 from flaxen.cli.demo import Demo
-from flaxen.cli.evaluate import EvalDenoise, EvalSeq2Seq
+from flaxen.cli.evaluate import EvalCaption, EvalDenoise, EvalSeq2Seq
 from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
 from flaxen.cli.info import Info
-from flaxen.cli.preview import PreviewDenoise, PreviewSeq2Seq
+from flaxen.cli.preview import PreviewCaption, PreviewDenoise, PreviewSeq2Seq
 from flaxen.cli.replay import Replay
-from flaxen.cli.train import TrainDenoise, TrainSeq2Seq
+from flaxen.cli.train import TrainCaption, TrainDenoise, TrainSeq2Seq
 from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError
 
@@ -23,17 +24,23 @@ COMMANDS = {
     "demo": Demo,
     "vocab": Vocab,
     "preview seq2seq": PreviewSeq2Seq,
+    "preview caption": PreviewCaption,
     "preview": PreviewDenoise,
     "train denoise": TrainDenoise,
     "train seq2seq": TrainSeq2Seq,
+    "train caption": TrainCaption,
     "eval denoise": EvalDenoise,
     "eval seq2seq": EvalSeq2Seq,
+    "eval caption": EvalCaption,
     "replay": Replay,
     "export": Export,
+    "compose": Compose,
+    "merge": Merge,
     "generate": Generate,
     "info": Info,
 }
-ABOUT = """T5, mT5, ByT5 and LongT5 in JAX: train, evaluate, generate; Hugging Face checkpoints in and out.
+ABOUT = """T5, mT5, ByT5, LongT5, GPT-2 and ViT + GPT-2 captioners in JAX: train, evaluate, generate.
+Hugging Face checkpoints in and out.
 
 Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1."""
 

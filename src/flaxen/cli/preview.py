@@ -1,12 +1,12 @@
-"""flaxen preview [seq2seq]: what the model will see, before any training."""
+"""flaxen preview [seq2seq | caption]: what the model will see, before any training."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
 
-from flaxen.cli.settings import DenoiseSettings, Seq2SeqSettings, Settings
-from flaxen.train.settings import Optimizer, Schedule, Tracking
+from flaxen.cli.settings import CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings
+from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Preview(Settings):
     out: tyro.conf.Suppress[Path] = Path()
     optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)
     schedule: tyro.conf.Suppress[Schedule] = field(default_factory=Schedule)
+    lora: tyro.conf.Suppress[LoRA] = field(default_factory=LoRA)
     tracking: tyro.conf.Suppress[Tracking] = field(default_factory=Tracking)
     recipe: Path | None = None
     """TOML file with settings; flags come before it. See recipes/."""
@@ -30,13 +31,15 @@ class Preview(Settings):
 
         from flaxen.cli.build import make_task, start
 
-        config, tokenizer, _ = start(self.model)
-        task, size = make_task(self, config, tokenizer), self.training.batch_size
+        begin = start(self.model)
+        task, tokenizer, size = make_task(self, begin), begin.tokenizer, self.training.batch_size
         console = Console(soft_wrap=True, highlight=False, emoji=False)
         for note in task.notes(size):
             console.print(note, markup=False)
         sentinels = f", sentinels {', '.join(map(str, tokenizer.sentinels[:3]))}, …" if tokenizer.sentinels else ""
-        console.print(f"tokenizer: {tokenizer.size:,} ids{sentinels}; model: {config.vocab_size:,} rows", markup=False)
+        console.print(
+            f"tokenizer: {tokenizer.size:,} ids{sentinels}; model: {begin.config.vocab_size:,} rows", markup=False
+        )
         batch = task.batch(self.step, size)
         for row in range(min(self.examples, size)):
             for title, text in task.show(batch, row).items():
@@ -53,3 +56,10 @@ class PreviewDenoise(Preview, DenoiseSettings):
 @dataclass(frozen=True)
 class PreviewSeq2Seq(Preview, Seq2SeqSettings):
     """Show pairs as the model will see them. Flags and recipes are those of training."""
+
+
+@dataclass(frozen=True)
+class PreviewCaption(Preview, CaptionSettings):
+    """Show which pictures there are, with their captions. Flags and recipes are those of training."""
+
+    optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)

@@ -7,12 +7,13 @@ from typing import Literal
 import tyro
 
 from flaxen.cli.recipe import from_dict
+from flaxen.data.captions import Captions
 from flaxen.data.corpus import Corpus
 from flaxen.data.pairs import Pairs
 from flaxen.errors import InputError
-from flaxen.tasks.objective import Objective, PairObjective, Writing
+from flaxen.tasks.objective import CaptionObjective, Objective, PairObjective, Writing
 from flaxen.train.run import read_config
-from flaxen.train.settings import Optimizer, Schedule, Tracking, Training
+from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking, Training
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Start:
     init: str | None = None
     """Checkpoint directory or hub id to start from."""
     preset: str | None = None
-    """Start from random weights: t5-small, t5-v1_1-base, mt5-small, byt5-small, … (`flaxen info PRESET`)."""
+    """Start from random weights: t5-small, t5-v1_1-base, mt5-small, byt5-small, … (`flaxen info PRESET`); for a
+    captioner, two of them: vit-mini+gpt2-mini."""
     config: Path | None = None
     """Start from random weights: a config.json of Hugging Face."""
     tokenizer: str | None = None
@@ -31,6 +33,8 @@ class Start:
     """Of the products. Weights, optimizer state, norms, softmax and loss stay in float32."""
     dropout: float | None = None
     """Default: the checkpoint's; a preset has 0.1. T5 1.1, mT5 and ByT5 were pre-trained with 0."""
+    image_size: int | None = None
+    """Of the pictures that a captioner sees, if not the checkpoint's: its positions are interpolated."""
     remat: bool = False
     """Keep only the layers' inputs for the backward pass: less memory, a fifth more time."""
 
@@ -40,6 +44,8 @@ class Start:
                 "name one start of the model: model.init, model.preset or model.config "
                 "(to leave out what a recipe names: --model.preset None)"
             )
+        if self.image_size is not None and self.image_size < 1:
+            raise InputError(f"model.image_size must be positive, got {self.image_size}")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise InputError(f"model.dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -53,6 +59,7 @@ class Settings:
     """Directory of the run. The same command goes on where it stopped, however it stopped."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    lora: LoRA = field(default_factory=LoRA)
     training: Training = field(default_factory=Training)
     tracking: Tracking = field(default_factory=Tracking)
 
@@ -76,7 +83,22 @@ class Seq2SeqSettings(Settings):
     writing: Writing = field(default_factory=Writing)
 
 
-TASKS: dict[str, type[Settings]] = {"denoise": DenoiseSettings, "seq2seq": Seq2SeqSettings}
+@dataclass(frozen=True)
+class CaptionSettings(Settings):
+    """Everything that a run on pictures and captions depends on."""
+
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(name="adamw", learning_rate=5e-5))
+    task: tyro.conf.Suppress[Literal["caption"]] = "caption"
+    data: Captions = field(default_factory=Captions)
+    objective: CaptionObjective = field(default_factory=CaptionObjective)
+    writing: Writing = field(default_factory=Writing)
+
+
+TASKS: dict[str, type[Settings]] = {
+    "denoise": DenoiseSettings,
+    "seq2seq": Seq2SeqSettings,
+    "caption": CaptionSettings,
+}
 
 
 def of_run(directory: Path) -> Settings:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxen.cli.recipe import to_dict
-from flaxen.cli.settings import DenoiseSettings, Seq2SeqSettings, Settings
+from flaxen.cli.settings import CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings
 
 CALL = ("recipe", "print_config", "quiet")  # what belongs to a call and not to the run
 
@@ -61,3 +61,8 @@ class TrainDenoise(Train, DenoiseSettings):
 @dataclass(frozen=True)
 class TrainSeq2Seq(Train, Seq2SeqSettings):
     """Fine-tune T5, mT5, ByT5 or LongT5 on pairs of texts."""
+
+
+@dataclass(frozen=True)
+class TrainCaption(Train, CaptionSettings):
+    """Train a captioner, ViT + GPT-2, on pictures with captions."""

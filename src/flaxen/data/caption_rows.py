@@ -40,6 +40,20 @@ class Columns:
         return image, template
 
 
+def listed(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """With folders named by their metadata files."""
+    return tuple(_metadata(Path(one).expanduser()) if Path(one).expanduser().is_dir() else one for one in patterns)
+
+
+def _metadata(folder: Path) -> str:
+    for name in METADATA:
+        if (folder / name).exists():
+            return str(folder / name)
+    if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
+        raise InputError(f"{folder} is a data set of save_to_disk; read it with --data.dataset {folder}")
+    raise InputError(f"{folder} has no {' or '.join(METADATA)}; add one with the columns file_name and caption")
+
+
 class Item(NamedTuple):
     """A row: its image is a path, the bytes of a file, or missing."""
 
@@ -119,7 +133,7 @@ def _image(cell: Any) -> tuple[Any, str | None]:
     if not value.is_valid:
         return None, name
     if "binary" in str(value.type):
-        return memoryview(value.as_buffer()), name
+        return memoryview(value.as_buffer()).cast("B"), name  # signed bytes would not equal those of Python
     return value.as_py(), value.as_py()
 
 
@@ -175,7 +189,7 @@ def _texts(caption: Template, row: dict[str, Any], where: str, invalid: Invalid)
     return [text_cell(one, caption.text, where, invalid, caption.flag) or "" for one in values]
 
 
-def find_image(name: str, folder: Path | None, where: str) -> str:
+def find(name: str, folder: Path | None, where: str) -> str:
     """The file that a path means, links followed, if it is in the folder."""
     if "://" in name:
         raise InputError(f"{where}: expected the path of an image, got the address {name!r}; download the images")
@@ -198,7 +212,7 @@ def _real(folder: Path) -> str:
     return os.path.realpath(folder)
 
 
-def stamp_image(file: str) -> list[int]:
+def stamp(file: str) -> list[int]:
     """Size and time of a file, if it may be an image."""
     try:
         about = os.stat(file)

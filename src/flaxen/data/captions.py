@@ -3,24 +3,13 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, SupportsInt, get_args
 
-from flaxen.data.caption_rows import (
-    CAPTION,
-    IMAGE,
-    METADATA,
-    Cells,
-    Columns,
-    Item,
-    Listed,
-    find_image,
-    read_parquet,
-    stamp_image,
-)
+from flaxen.data.caption_rows import CAPTION, IMAGE, Cells, Columns, Item, Listed, find, listed, read_parquet, stamp
 from flaxen.data.corpus import Places
 from flaxen.data.files import Report, kind_of, named, silent, stamps, stat_of
 from flaxen.data.hub import DatasetRows
@@ -69,10 +58,10 @@ class Captions(Places):
             raise InputError(f"expected columns, a list of captions without *, got {self.image!r} and {self.caption!r}")
 
     def train_source(self) -> "CaptionSource":
-        return Places.train_source(replace(self, train=_listed(self.train)))  # type: ignore[return-value]
+        return Places.train_source(replace(self, train=listed(self.train)))  # type: ignore[return-value]
 
     def validation_source(self) -> "CaptionSource | None":
-        return Places.validation_source(replace(self, validation=_listed(self.validation)))  # type: ignore[return-value]
+        return Places.validation_source(replace(self, validation=listed(self.validation)))  # type: ignore[return-value]
 
     def _of_files(self, paths: tuple[Path, ...]) -> "CaptionSource":
         for path in paths:
@@ -83,20 +72,6 @@ class Captions(Places):
     def _of_split(self, split: str) -> "CaptionSource":
         assert self.dataset
         return CaptionSource(self, split=DatasetRows(self.dataset, self.dataset_config, split))
-
-
-def _listed(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """With folders named by their metadata files."""
-    return tuple(_metadata(Path(one).expanduser()) if Path(one).expanduser().is_dir() else one for one in patterns)
-
-
-def _metadata(folder: Path) -> str:
-    for name in METADATA:
-        if (folder / name).exists():
-            return str(folder / name)
-    if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
-        raise InputError(f"{folder} is a data set of save_to_disk; read it with --data.dataset {folder}")
-    raise InputError(f"{folder} has no {' or '.join(METADATA)}; add one with the columns file_name and caption")
 
 
 @dataclass(frozen=True)
@@ -143,7 +118,7 @@ class CaptionSource:
                 yield Listed(columns, path, images or path.parent)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class CaptionSet:
     """Images that have captions, in the order in which they first appear."""
 
@@ -243,10 +218,10 @@ class _Reading:
                 self.digest.update(json.dumps([number, text]).encode())
 
     def of_file(self, item: Item) -> int | None:
-        file = find_image(item.image, self.found._origins[-1].folder, item.where)
+        file = find(item.image, self.found._origins[-1].folder, item.where)
         if file not in self.files:
             self.files[file] = None
-            self.files[file] = self.new(item, FILE, stamp_image(file))
+            self.files[file] = self.new(item, FILE, stamp(file))
         return self.files[file]
 
     def of_bytes(self, item: Item, row: int) -> int:
@@ -275,8 +250,12 @@ class _Reading:
     def done(self) -> CaptionSet:
         found = self.found
         if not found:
-            left = f"; {len(found.problems)} are left out, the first: {found.problems[0]}" if found.problems else ""
-            raise InputError(f"{found.source.name}: expected images with captions, got none{left}")
+            folder = next((str(origin.folder) for origin in found._origins if origin.folder), "nowhere")
+            left = f"; {len(found.problems):,} left out, the first: {found.problems[0]}" if found.problems else ""
+            raise InputError(
+                f"{found.source.name}: expected images with captions, got none{left}; "
+                f"paths start from {folder}, another folder is set with --data.images"
+            )
         found.digest = self.digest.hexdigest()
         return found
 
@@ -286,7 +265,7 @@ def _blank(text: str) -> bool:
 
 
 def pixels(
-    captions: CaptionSet, numbers: Sequence[int], processor: Processor, workers: int = 2
+    captions: CaptionSet, numbers: Iterable[SupportsInt], processor: Processor, workers: int = 2
 ) -> "tuple[numpy.ndarray, list[tuple[int, str]]]":
     """float32 [B, 3, H, W] of the images with these numbers, by so many threads; rows that cannot be read are zeros,
     and are told with the reason."""
@@ -294,21 +273,22 @@ def pixels(
 
     if processor.shape is None:
         raise InputError(f"images of different shapes make no batch; add a size or a crop to {processor}")
-    batch = np.zeros((len(numbers), 3, *processor.shape), np.float32)
+    chosen = [int(number) for number in numbers]
+    batch = np.zeros((len(chosen), 3, *processor.shape), np.float32)
 
     def fill(row: int) -> str | None:
         try:
-            batch[row] = processor(captions.image(numbers[row]))
+            batch[row] = processor(captions.image(chosen[row]))
         except Unreadable as error:
             return str(error)
         return None
 
     with ThreadPoolExecutor(max(workers, 1), "flaxen-images") as pool:
-        failed = [(row, reason) for row, reason in enumerate(pool.map(fill, range(len(numbers)))) if reason is not None]
+        failed = [(row, reason) for row, reason in enumerate(pool.map(fill, range(len(chosen)))) if reason is not None]
     if failed and captions.source.data.unreadable == "error":
         row, reason = failed[0]
         raise InputError(
-            f"cannot read the image {captions.name(int(numbers[row]))!r}: {reason}; "
+            f"cannot read the image {captions.name(chosen[row])!r}: {reason}; "
             "mend it, or leave such images out with --data.unreadable skip"
         )
     return batch, failed

@@ -243,7 +243,8 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     except ValueError as error:
         raise InputError(f"{directory}: {error}") from error
     raise InputError(
-        f"{directory}: expected tokenizer.json, spiece.model, vocab.json with merges.txt or the tokenizer_class ByT5Tokenizer, got only "
+        f"{directory}: expected tokenizer.json, spiece.model, vocab.json with merges.txt, or the tokenizer_class "
+        "ByT5Tokenizer, got only "
         f"{', '.join(files)}; transformers' save_pretrained writes a tokenizer.json"
     )
 
@@ -337,7 +338,7 @@ def _byte_level(files: Files) -> bytes:
 
     vocabulary = _json_object(files, "vocab.json")
     lines = files["merges.txt"].decode("utf-8").split("\n")
-    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    merges = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
     try:
         backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     except Exception as error:  # the library raises no narrower one

@@ -11,6 +11,7 @@ import jax
 from flaxen.errors import InputError
 from flaxen.hf import captioner, files, gpt2, t5, vit, weightmap
 from flaxen.models.captioner import Captioner
+from flaxen.models.captioner import Config as PairConfig
 from flaxen.models.gpt2 import GPT2
 from flaxen.models.t5 import T5
 from flaxen.models.vit import ViT
@@ -107,6 +108,14 @@ def write(model: Any, directory: Path, generation: dict[str, Any], shard_bytes: 
 
 def computing(config: Any, **changes: Any) -> Any:
     """The configuration with other ways to compute the same: compute, remat, scan, in both halves of a pair."""
-    if hasattr(config, "computing"):
-        return config.computing(**changes)
+    if isinstance(config, PairConfig):
+        return PairConfig(computing(config.encoder, **changes), computing(config.decoder, **changes))
     return dataclasses.replace(config, **changes)
+
+
+def with_dropout(config: Any, rate: float) -> Any:
+    """The configuration with this rate wherever it has dropout."""
+    if isinstance(config, PairConfig):
+        return PairConfig(with_dropout(config.encoder, rate), with_dropout(config.decoder, rate))
+    names = [field.name for field in dataclasses.fields(config) if field.name.endswith("dropout")]
+    return dataclasses.replace(config, **dict.fromkeys(names, rate))

@@ -16,8 +16,9 @@ SILENT = {
     "_attn_implementation", "return_dict_in_generate", "output_scores", "tf_legacy_loss", "_commit_hash",
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id", "begin_suppress_tokens",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
     "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens",
 }  # fmt: skip
 # Fields that would change the arithmetic: only these values are the model that we compute.
 FIXED: dict[str, tuple[Any, ...]] = {

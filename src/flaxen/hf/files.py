@@ -161,8 +161,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     """Yields a fresh directory that becomes `target` if the block succeeds and vanishes if it does not.
 
-    A checkpoint that stood at `target` (it has the file `mark`) stays until the new one is complete; anything else there
-    is refused.
+    A checkpoint that stood at `target` (it has the file `mark`) stays until the new one is complete; anything else is
+    refused.
     """
     target = target.expanduser()
     if target.is_dir():

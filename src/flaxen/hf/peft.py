@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flaxen.errors import InputError
+from flaxen.errors import InputError, nearest
 from flaxen.hf import files
 from flaxen.hf.families import family_of
 from flaxen.models.captioner import Captioner
@@ -40,6 +40,14 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None,),
+    # Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the weights that they are added to.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+    "layer_replication": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 
 
@@ -48,7 +56,7 @@ def modules(model: Any) -> dict[str, tuple[str, str]]:
     found = {}
     for row in family_of(model).rows(model.config, None):
         path, _, leaf = row.ours.rpartition(".")
-        if leaf != "weight" or path.endswith(("norm", "embedding", "positions", "head", "patches", "bias")):
+        if leaf != "weight" or path.endswith(("norm", "embedding", "positions", "head", "bias")):
             continue
         theirs = row.theirs.removesuffix(".weight")
         new = theirs
@@ -67,13 +75,22 @@ def write(
     from safetensors.numpy import save_file
 
     names, tensors, targets = modules(model), {}, []
+    if not adapter:
+        raise InputError("the adapter adds to nothing; PEFT has no file for that")
     for path, one in adapter.items():
         if path not in names:
-            raise InputError(f"PEFT has no name for an addition to {path}; leave it out of lora.targets")
+            raise InputError(f"the model has no {path} to add to{nearest(path, names)}")
         for module, down, up in _layers(names[path][0], one):
+            if (down.shape[-1], len(up)) != (rank, rank):
+                raise InputError(f"the halves of {path} have ranks {down.shape[-1]} and {len(up)}, not {rank}")
             targets.append(module)
-            tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(down.reshape(-1, rank).T)
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(up.reshape(rank, -1).T)
+            a, b = np.moveaxis(down, -1, 0), np.moveaxis(up, 0, -1)
+            if _convolves(path):
+                b = b[..., None, None]
+            else:
+                a, b = a.reshape(rank, -1), b.reshape(-1, rank)
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     config = {
         "peft_type": "LORA",
         "task_type": TASKS.get(type(model)),
@@ -96,6 +113,11 @@ def _transposed(path: str, model: Any) -> bool:
     return isinstance(model, GPT2) or (isinstance(model, Captioner) and path.startswith("decoder."))
 
 
+def _convolves(path: str) -> bool:
+    """The patches of a ViT are a convolution elsewhere, and so are both halves of an addition to it."""
+    return path.endswith("patches")
+
+
 def _layers(name: str, one: dict[str, Array]) -> list[tuple[str, np.ndarray, np.ndarray]]:
     down, up = np.asarray(one["down"], np.float32), np.asarray(one["up"], np.float32)
     if "{i}" not in name:
@@ -109,6 +131,9 @@ def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, d
     for name, allowed in FIXED.items():
         if name in config and config[name] not in allowed:
             raise InputError(f"{directory}: {name}={config[name]!r} is not supported; only {allowed[0]!r} is")
+    alpha = config.get("lora_alpha", 8)
+    if not isinstance(alpha, int | float):
+        raise InputError(f"{directory}: lora_alpha must be a number, got {alpha!r}")
     tensors = files.Tensors(directory, WEIGHTS)
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in tensors:
@@ -116,6 +141,8 @@ def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, d
         if not found:
             raise InputError(f"{directory}: unexpected tensor {key!r}; expected names that end in lora_A.weight")
         pairs.setdefault(found[1], {})[found[2]] = np.asarray(tensors[key], np.float32)
+    if not pairs:
+        raise InputError(f"{directory / WEIGHTS} holds no tensor; fetch or save it again")
     adapter = {}
     for path, names in modules(model).items():
         if path not in linears:
@@ -134,11 +161,14 @@ def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, d
                 continue
             r = len(layer["A"])
             want = ((r, math.prod(inputs)), (math.prod(outputs), r))
+            if _convolves(path):
+                want = ((r, *inputs), (*outputs, r, 1, 1))
             if (layer["A"].shape, layer["B"].shape) != want:
                 got = f"{layer['A'].shape} and {layer['B'].shape}"
                 raise InputError(f"{directory}: lora_A and lora_B of {path} are {got}; this model asks for {want}")
             root = math.sqrt(r) if config.get("use_rslora") else r
-            down[i, :, :r], up[i, :r] = layer["A"].T, layer["B"].T * (config["lora_alpha"] / root)
+            down[i, :, :r] = layer["A"].reshape(r, -1).T
+            up[i, :r] = layer["B"].reshape(-1, r).T * (alpha / root)
         lead = (n,) if stacked else ()
         adapter[path] = {
             "down": jnp.asarray(down.reshape(*lead, *inputs, rank), jnp.float32),

@@ -1,6 +1,5 @@
 """A ViT that reads a picture and a GPT-2 that writes about it."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -45,13 +44,6 @@ class Config:
     @property
     def compute(self) -> str:
         return self.decoder.compute
-
-    def computing(self, **changes: object) -> "Config":
-        """With these changes in both halves: compute, remat, scan."""
-        return Config(
-            dataclasses.replace(self.encoder, **changes),  # type: ignore[arg-type]
-            dataclasses.replace(self.decoder, **changes),  # type: ignore[arg-type]
-        )
 
 
 class Captioner(nnx.Module):

@@ -1,8 +1,8 @@
 """ViT: a picture, cut into patches, as a sequence of vectors."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flaxen.nn.attention import Attention, Plan
 from flaxen.nn.layers import ACTIVATIONS, MLP, LayerNorm, Linear, dropout
 from flaxen.nn.param import normal, stacked
 from flaxen.nn.stack import by_rows, kept, run
+from flaxen.tree import leaves, map_leaves
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,14 @@ class ViT(nnx.Module):
         return jnp.concatenate([table[:1], resized.reshape(rows * columns, -1)])
 
 
+def resized(model: ViT, image_size: tuple[int, int]) -> ViT:
+    """The model for images of another size: its positions are interpolated, once."""
+    config = dataclasses.replace(model.config, image_size=image_size)
+    positions = model.positions_for(*config.grid).astype(model.positions.dtype)
+    weights = {**leaves(model), "positions": positions}
+    return map_leaves(lambda path, _: weights[path], ViT(config))
+
+
 def bicubic(old: int, new: int, a: float = -0.75) -> Float[Array, "new old"]:
     """The matrix that resizes `old` samples to `new` as torch's bicubic interpolation does: no antialiasing."""
     at = (jnp.arange(new) + 0.5) * (old / new) - 0.5
@@ -152,7 +161,7 @@ def flops(config: Config, pixels: tuple[int, int] | None = None) -> float:
     return 2.0 * (c.n_layers * layer + n * math.prod(c.patch_size) * c.n_channels * c.d_model)
 
 
-PRESETS: dict[str, Any] = {
+PRESETS: dict[str, Config] = {
     "vit-mini": Config(image_size=(64, 64), patch_size=(8, 8), d_model=128, d_ff=512, n_layers=4, n_heads=4),
     "vit-small-patch16-224": Config(d_model=384, d_ff=1536, n_layers=12, n_heads=6),
     "vit-base-patch16-224": Config(),

@@ -1,9 +1,10 @@
 """What tasks can be told."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flaxen.errors import InputError
+from flaxen.generate.options import Options, make_options
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,41 @@ class Writing:
     no_repeat_ngram_size: int = 0
     """Write no sequence of so many tokens twice; 0 turns it off."""
     max_new_tokens: int | None = None
-    """Default: objective.target_length."""
+    """Default: the longest target, objective.target_length or objective.length."""
 
     def __post_init__(self) -> None:
         if self.examples < 0 or self.batch_size < 1:
             raise InputError(
                 f"writing.examples must not be negative and batch_size positive, got {self.examples}, {self.batch_size}"
+            )
+
+    def options(self, longest: int) -> Options:
+        """Of generation."""
+        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens or longest, "num_beams": self.num_beams}
+        if self.num_beams > 1:
+            given["length_penalty"] = self.length_penalty
+        if self.no_repeat_ngram_size:
+            given["no_repeat_ngram_size"] = self.no_repeat_ngram_size
+        return make_options(given)
+
+
+@dataclass(frozen=True)
+class CaptionObjective:
+    """Learning to write the captions of pictures."""
+
+    length: int = 64
+    """Most tokens of a caption, its end included; a longer one is cut."""
+    lowercase: bool = False
+    """Captions in lower case, as the old script had them."""
+    smoothing: float = 0.0
+    """Share of the probability that is wanted for all tokens alike instead of the label."""
+    z_loss: float = 0.0
+    """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise InputError(f"objective.length must be at least 2, got {self.length}")
+        if not 0 <= self.smoothing < 1 or self.z_loss < 0:
+            raise InputError(
+                f"smoothing is a share below 1 and z_loss not negative, got {self.smoothing}, {self.z_loss}"
             )

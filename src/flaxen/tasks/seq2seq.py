@@ -17,7 +17,7 @@ from flaxen.data.pairs import Pair
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 from flaxen.generate.batches import batches
-from flaxen.generate.options import Options, make_options
+from flaxen.generate.options import Options
 from flaxen.generate.run import Generator
 from flaxen.metrics import text
 from flaxen.models.t5 import T5, Config, flops
@@ -68,7 +68,7 @@ class Seq2Seq:
         self.flops = 3 * flops(config, *mean) * len(train) / self.examples
         self.scores: tuple[str, ...] = text.NAMES if writing.examples and len(validation) else ()
 
-        self._options = _options(writing, self.limits)
+        self._options = writing.options(self.limits.target)
         # Read now, so that what is wrong with them is not found at the first evaluation.
         self._references = self._read(writing.examples) if self.scores else []
 
@@ -200,12 +200,3 @@ class Seq2Seq:
                     batch[names[side][0]][row, place], batch[names[side][1]][row, place] = tokens, segment
                     at[side] += len(tokens)
         return batch
-
-
-def _options(writing: Writing, limits: Lengths) -> Options:
-    given: dict[str, Any] = {"max_new_tokens": writing.max_new_tokens or limits.target, "num_beams": writing.num_beams}
-    if writing.num_beams > 1:
-        given["length_penalty"] = writing.length_penalty
-    if writing.no_repeat_ngram_size:
-        given["no_repeat_ngram_size"] = writing.no_repeat_ngram_size
-    return make_options(given)

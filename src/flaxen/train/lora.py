@@ -1,13 +1,12 @@
 """LoRA: the model stays as it is, and low-rank additions to some of its linear maps are trained.
 
-An adapter is a tree of its own: {path of a Linear: {"down": [*inputs, r], "up": [r, *outputs]}}, with a layer axis first
-where the model has one. `attach` computes with it beside the weights, `merge` adds it into them.
+An adapter is a tree of its own: {path of a Linear: {"down": [*inputs, r], "up": [r, *outputs]}}, with a layer axis
+first where the model has one. `attach` computes with it beside the weights, `merge` adds it into them.
 """
 
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -18,34 +17,14 @@ from jax import Array
 
 from flaxen.errors import InputError, nearest
 from flaxen.nn.layers import Adapted, Linear
+from flaxen.train.settings import LoRA
 from flaxen.tree import name
 
 M = TypeVar("M")
 Adapter = dict[str, dict[str, Array]]
+Sizes = tuple[int, ...]
 # What PEFT takes by default for these families: queries and values, or the product that holds them.
 DEFAULT = ("*.q", "*.v", "*.qkv", "*.kv")
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Train low-rank additions to some weights instead of the weights."""
-
-    rank: int = 0
-    """Of the additions; 0 trains the weights themselves."""
-    alpha: float | None = None
-    """Additions are scaled by alpha / rank. Default: 2 · rank."""
-    targets: tuple[str, ...] = ()
-    """Linear maps to add to, as globs over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and values."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise InputError(f"lora.rank must not be negative, got {self.rank}")
-        if not self.rank and (self.targets or self.alpha is not None):
-            raise InputError("lora.targets and lora.alpha mean nothing without lora.rank; set it, 8 is usual")
-
-    @property
-    def scale(self) -> float:
-        return 2.0 if self.alpha is None else self.alpha / max(self.rank, 1)
 
 
 def linears(model: Any) -> Iterator[tuple[str, Linear]]:
@@ -67,17 +46,20 @@ def targets(model: Any, lora: LoRA) -> dict[str, Linear]:
     return {path: node for path, node in every.items() if any(fnmatchcase(path, glob) for glob in globs)}
 
 
-def abstract(model: Any, lora: LoRA) -> Adapter:
+def abstract(model: Any, lora: LoRA) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """The shapes of an adapter for this model."""
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
-    found = {}
-    for path, node in targets(model, lora).items():
-        stack, inputs, outputs = split(path, node)
-        found[path] = {"down": shape(*stack, *inputs, lora.rank), "up": shape(*stack, lora.rank, *outputs)}
-    return found
+    shape = lambda sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
+    halves = {path: shapes(split(path, node), lora.rank) for path, node in targets(model, lora).items()}
+    return {path: {"down": shape(down), "up": shape(up)} for path, (down, up) in halves.items()}
 
 
-def split(path: str, node: Linear) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def shapes(parts: tuple[Sizes, Sizes, Sizes], rank: int) -> tuple[Sizes, Sizes]:
+    """Of both halves of an addition to a weight with these parts."""
+    stack, inputs, outputs = parts
+    return (*stack, *inputs, rank), (*stack, rank, *outputs)
+
+
+def split(path: str, node: Linear) -> tuple[Sizes, Sizes, Sizes]:
     """The shape of a weight: its layer axis if there is one, its inputs, its outputs."""
     shape = node.weight.shape
     stacked = int("layers" in path.split("."))
@@ -102,6 +84,8 @@ def start(model: Any, lora: LoRA, seed: int) -> Adapter:
 def attach(model: M, adapter: Adapter, scale: float) -> M:
     """The model with the adapter beside its weights, for training: they get no gradient of their own."""
 
+    fitted(model, adapter)
+
     def add(path: Any, node: Any) -> Any:
         one = adapter.get(name(path)) if isinstance(node, Linear) else None
         return node if one is None else Adapted(node, one["down"], one["up"] * scale)
@@ -112,19 +96,32 @@ def attach(model: M, adapter: Adapter, scale: float) -> M:
 def merge(model: M, adapter: Adapter, scale: float) -> M:
     """The model with the adapter added into its weights, for use."""
     products = {}
-    for path, node in linears(model):
-        if path in adapter:
-            stack, inputs, outputs = split(path, node)
-            rank = adapter[path]["down"].shape[-1]
-            down = adapter[path]["down"].reshape(*stack, math.prod(inputs), rank)
-            up = adapter[path]["up"].reshape(*stack, rank, math.prod(outputs))
-            products[f"{path}.weight"] = (scale * (down @ up)).reshape(node.weight.shape)
-    missing = {f"{path}.weight" for path in adapter} - products.keys()
-    if missing:
-        raise InputError(f"the adapter adds to what the model does not have: {', '.join(sorted(missing))}")
+    for path, (stack, inputs, outputs) in fitted(model, adapter).items():
+        one = adapter[path]
+        down = one["down"].reshape(*stack, math.prod(inputs), -1)
+        up = one["up"].reshape(*stack, -1, math.prod(outputs))
+        product = jnp.matmul(down, up, precision="highest")  # once, and for good
+        products[f"{path}.weight"] = (scale * product).reshape(*stack, *inputs, *outputs)
 
     def add(path: Any, leaf: Array) -> Array:
         more = products.get(name(path))
         return leaf if more is None else (leaf.astype(jnp.float32) + more).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(add, model)
+
+
+def fitted(model: Any, adapter: Adapter) -> dict[str, tuple[Sizes, Sizes, Sizes]]:
+    """The `split` of each weight that the adapter adds to; the model must have it."""
+    every = dict(linears(model))
+    missing = [path for path in adapter if path not in every]
+    if missing:
+        raise InputError(
+            f"the adapter adds to what the model does not have: {', '.join(missing)}{nearest(missing[0], every)}"
+        )
+    found = {path: split(path, every[path]) for path in adapter}
+    for path, one in adapter.items():
+        got = (one["down"].shape, one["up"].shape)
+        want = shapes(found[path], one["down"].shape[-1])
+        if got != want:
+            raise InputError(f"the adapter of {path} has shapes {got}; the model asks for {want}")
+    return found

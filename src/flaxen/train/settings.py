@@ -89,6 +89,28 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Train low-rank additions to some weights instead of the weights."""
+
+    rank: int = 0
+    """Of the additions; 0 trains the weights themselves."""
+    alpha: float | None = None
+    """Additions are scaled by alpha / rank. Default: 2 · rank."""
+    targets: tuple[str, ...] = ()
+    """Linear maps to add to, as globs over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and values."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise InputError(f"lora.rank must not be negative, got {self.rank}")
+        if not self.rank and (self.targets or self.alpha is not None):
+            raise InputError("lora.targets and lora.alpha mean nothing without lora.rank; set it, 8 is usual")
+
+    @property
+    def scale(self) -> float:
+        return 2.0 if self.alpha is None else self.alpha / max(self.rank, 1)
+
+
+@dataclass(frozen=True)
 class Training:
     """How long, in what portions, and what is kept."""
 
