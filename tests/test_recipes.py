@@ -34,7 +34,9 @@ def header(path: Path) -> dict[str, str]:
 
 
 def test_there_are_recipes() -> None:
-    assert {"t5-small", "byt5-small", "cpu-mini", "longt5-summarize", "cpu-qmsum"} <= {path.stem for path in RECIPES}
+    assert {"t5-small", "byt5-small", "cpu-mini", "longt5-summarize", "cpu-qmsum", "vit-gpt2-captions"} <= {
+        path.stem for path in RECIPES
+    }
 
 
 @each

@@ -10,6 +10,7 @@ import tyro
 from flaxen.cli import recipe
 from flaxen.cli.compose import Compose, Merge
 from flaxen.cli.demo import Demo
+from flaxen.cli.demo_caption import DemoCaption
 from flaxen.cli.evaluate import EvalCaption, EvalDenoise, EvalSeq2Seq
 from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
@@ -21,6 +22,7 @@ from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError
 
 COMMANDS = {
+    "demo caption": DemoCaption,
     "demo": Demo,
     "vocab": Vocab,
     "preview seq2seq": PreviewSeq2Seq,

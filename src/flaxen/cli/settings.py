@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -83,11 +83,14 @@ class Seq2SeqSettings(Settings):
     writing: Writing = field(default_factory=Writing)
 
 
+FINE_TUNING: Any = field(default_factory=lambda: Optimizer(name="adamw", learning_rate=5e-5))
+
+
 @dataclass(frozen=True)
 class CaptionSettings(Settings):
     """Everything that a run on pictures and captions depends on."""
 
-    optimizer: Optimizer = field(default_factory=lambda: Optimizer(name="adamw", learning_rate=5e-5))
+    optimizer: Optimizer = FINE_TUNING
     task: tyro.conf.Suppress[Literal["caption"]] = "caption"
     data: Captions = field(default_factory=Captions)
     objective: CaptionObjective = field(default_factory=CaptionObjective)

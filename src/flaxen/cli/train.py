@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flaxen.cli.recipe import to_dict
-from flaxen.cli.settings import CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings
+from flaxen.cli.settings import FINE_TUNING, CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings
+from flaxen.train.settings import Optimizer
 
 CALL = ("recipe", "print_config", "quiet")  # what belongs to a call and not to the run
 
@@ -66,3 +67,5 @@ class TrainSeq2Seq(Train, Seq2SeqSettings):
 @dataclass(frozen=True)
 class TrainCaption(Train, CaptionSettings):
     """Train a captioner, ViT + GPT-2, on pictures with captions."""
+
+    optimizer: Optimizer = FINE_TUNING  # again: Train comes first, and has another

@@ -138,8 +138,9 @@ def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, d
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in tensors:
         found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight", key)
-        if not found:
-            raise InputError(f"{directory}: unexpected tensor {key!r}; expected names that end in lora_A.weight")
+        if not found or len(tensors.shape(key)) < 2:
+            got = f"unexpected tensor {key!r} of shape {tensors.shape(key)}"
+            raise InputError(f"{directory}: {got}; expected matrices whose names end in lora_A.weight or lora_B.weight")
         pairs.setdefault(found[1], {})[found[2]] = np.asarray(tensors[key], np.float32)
     if not pairs:
         raise InputError(f"{directory / WEIGHTS} holds no tensor; fetch or save it again")
@@ -160,9 +161,8 @@ def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, d
             if not layer:
                 continue
             r = len(layer["A"])
-            want = ((r, math.prod(inputs)), (math.prod(outputs), r))
-            if _convolves(path):
-                want = ((r, *inputs), (*outputs, r, 1, 1))
+            flat = ((r, math.prod(inputs)), (math.prod(outputs), r))
+            want = ((r, *inputs), (*outputs, r, 1, 1)) if _convolves(path) else flat
             if (layer["A"].shape, layer["B"].shape) != want:
                 got = f"{layer['A'].shape} and {layer['B'].shape}"
                 raise InputError(f"{directory}: lora_A and lora_B of {path} are {got}; this model asks for {want}")

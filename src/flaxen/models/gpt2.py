@@ -184,6 +184,7 @@ def flops(config: Config, length: int, source: int = 0) -> float:
 
 
 PRESETS: dict[str, Config] = {
+    "gpt2-tiny": Config(d_model=96, d_ff=384, n_layers=2, n_heads=4, n_positions=64, std=0.1),
     "gpt2-mini": Config(d_model=128, d_ff=512, n_layers=4, n_heads=4, n_positions=128),
     "gpt2": Config(),
     "gpt2-medium": Config(d_model=1024, d_ff=4096, n_layers=24, n_heads=16),

@@ -162,6 +162,7 @@ def flops(config: Config, pixels: tuple[int, int] | None = None) -> float:
 
 
 PRESETS: dict[str, Config] = {
+    "vit-tiny": Config(image_size=(48, 48), patch_size=(8, 8), d_model=96, d_ff=384, n_layers=3, n_heads=4, std=0.1),
     "vit-mini": Config(image_size=(64, 64), patch_size=(8, 8), d_model=128, d_ff=512, n_layers=4, n_heads=4),
     "vit-small-patch16-224": Config(d_model=384, d_ff=1536, n_layers=12, n_heads=6),
     "vit-base-patch16-224": Config(),

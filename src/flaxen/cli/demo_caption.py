@@ -1,0 +1,188 @@
+"""flaxen demo caption: from drawn pictures to a captioner that describes new ones, in a few minutes on a CPU."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from flaxen.atomic import whole_file
+from flaxen.cli.settings import Start
+from flaxen.cli.train import TrainCaption
+from flaxen.data.captions import Captions
+from flaxen.tasks.objective import CaptionObjective, Writing
+from flaxen.train.settings import Optimizer, Schedule, Training
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+COLOURS = {
+    "red": (214, 48, 49), "green": (46, 160, 67), "blue": (32, 90, 200), "yellow": (240, 200, 30), "black": (30, 30, 30),
+}  # fmt: skip
+SHAPES = ("circle", "square", "triangle")
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # of the large to the small
+SIZE, PICTURES, HELD_OUT = 48, 6000, 120
+SPECIAL = ("<pad>", "</s>", "<unk>")
+
+
+class Scene(NamedTuple):
+    """A large and a small shape. The large one is named first: so a picture has one right caption."""
+
+    colour: str
+    shape: str
+    relation: str
+    other_colour: str
+    other_shape: str
+
+    @property
+    def caption(self) -> str:
+        return f"large {self.colour} {self.shape} {self.relation} small {self.other_colour} {self.other_shape}"
+
+
+@dataclass(frozen=True)
+class DemoCaption:
+    """Train a small captioner on pictures that it draws, and let it describe scenes it has not seen (4 minutes)."""
+
+    out: Path = Path("flaxen-demo-caption")
+    """Directory for the pictures, the vocabulary and the run. Run again to see its results again."""
+    steps: int = 1400
+    """Of training."""
+
+    def run(self, given: set[str]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
+        self.out.mkdir(parents=True, exist_ok=True)
+        tables = {name: self.out / "pictures" / f"{name}.jsonl" for name in ("train", "validation")}
+        vocabulary, run = self.out / "vocabulary", self.out / "run"
+
+        console.print("\n[bold]1. Pictures: a large and a small shape, side by side[/bold]")
+        train, held_out = scenes()
+        if not tables["validation"].exists():  # it is written last
+            _draw(tables["train"], train)
+            _draw(tables["validation"], held_out)
+        kinds = len(set(train))
+        console.print(
+            f"{len(train):,} pictures of {kinds:,} scenes to learn from; {len(held_out)} scenes are held out, such as\n"
+            f"“{held_out[0].caption}”: their parts are known, together they were never seen"
+        )
+        if not vocabulary.exists():
+            _write_vocabulary(vocabulary)
+
+        console.print("\n[bold]2. Training: write the caption of a picture[/bold]")
+        command = TrainCaption(
+            out=run,
+            model=Start(preset="vit-tiny+gpt2-tiny", tokenizer=str(vocabulary), image_size=SIZE, dropout=0.0),
+            data=Captions(train=(str(tables["train"]),), validation=(str(tables["validation"]),)),
+            objective=CaptionObjective(length=16),
+            writing=Writing(examples=HELD_OUT, batch_size=50),
+            optimizer=Optimizer("adamw", learning_rate=2e-3),
+            schedule=Schedule("cosine"),
+            training=Training(steps=self.steps, batch_size=32, log_every=100, eval_every=350, save_every=350),
+        )
+        console.print(f"$ flaxen train caption --recipe {run / 'config.toml'}", style="dim", markup=False)
+        command.run(set())
+
+        console.print("\n[bold]3. Scenes that it has not seen[/bold]")
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        records = [record for record in records if record["kind"] == "eval"]
+        table = Table("step", "loss", "CIDEr", "exact match", "exact match, as a bar", box=None)
+        for record in records:
+            bar = "█" * round(0.4 * record["exact_match"])
+            numbers = f"{record['loss']:.3f}", f"{record['cider']:.2f}", f"{record['exact_match']:.1f} %"
+            table.add_row(str(record["step"]), *numbers, bar)
+        console.print(table)
+        path = run / "predictions" / f"step-{records[-1]['step']}.jsonl"
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        right = [line for line in lines if line["prediction"] in line["references"]]
+        wrong = [line for line in lines if line["prediction"] not in line["references"]]
+        table = Table("picture", "model", "caption", box=None)
+        for line in right[:4] + wrong[:4]:
+            mark = "[green]" if line in right else "[yellow]"
+            table.add_row(line["image"], f"{mark}{line['prediction']}[/]", line["references"][0])
+        console.print(table)
+        console.print(f"\n{len(right)} of {len(lines)} scenes described word for word.")
+
+        console.print(f"\n[bold]4. What you have[/bold] after {time.monotonic() - started:.0f} s")
+        console.print(
+            f"{path.with_suffix('.html')}  the pictures with their captions: open it in a browser\n"
+            f"{run / 'model'}  a checkpoint in Hugging Face's form: a VisionEncoderDecoderModel\n\n"
+            "Next:\n"
+            f"  flaxen generate {run / 'model'} --image {tables['train'].parent / lines[0]['image']} --num-beams 4\n"
+            "  flaxen compose google/vit-base-patch16-224-in21k gpt2 my-captioner\n"
+            "  flaxen train caption --out my-run --model.init my-captioner --data.train my-pictures/ --lora.rank 8",
+            markup=False,
+        )
+
+
+def scenes() -> tuple[list[Scene], list[Scene]]:
+    """Scenes to train on, some several times, and others to validate on."""
+    objects = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    every = [Scene(*one, how, *two) for one in objects for how in RELATIONS for two in objects if one != two]
+    draw = random.Random(0)
+    draw.shuffle(every)
+    held_out, known = every[:HELD_OUT], every[HELD_OUT:]
+    return [known[i % len(known)] for i in range(PICTURES)], held_out
+
+
+def _draw(table: Path, found: list[Scene]) -> None:
+    """Pictures and a table of them. Places and sizes differ from picture to picture."""
+    folder = table.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(table.stem)
+    with whole_file(table) as file:
+        for number, scene in enumerate(found):
+            path = folder / f"{number:05}.png"
+            picture(scene, draw).save(path)
+            line = {"image": str(path.relative_to(table.parent)), "caption": scene.caption}
+            file.write(json.dumps(line) + "\n")
+
+
+def picture(scene: Scene, draw: random.Random) -> "PIL.Image.Image":
+    from PIL import Image, ImageDraw
+
+    light = draw.randint(215, 255)
+    image = Image.new("RGB", (SIZE, SIZE), (light, light, light))
+    canvas = ImageDraw.Draw(image)
+    dx, dy = RELATIONS[scene.relation]
+    objects = ((1, 10.0, scene.colour, scene.shape), (-1, 5.0, scene.other_colour, scene.other_shape))
+    for side, radius, colour, shape in objects:
+        x = SIZE / 2 + side * dx * 11 + draw.randint(-2, 2)
+        y = SIZE / 2 + side * dy * 11 + draw.randint(-2, 2)
+        radius = radius + draw.uniform(-1, 1)
+        for points in _outline(shape, x, y, radius):
+            canvas.polygon(points, fill=COLOURS[colour])
+        if shape == "circle":
+            canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[colour])
+    return image
+
+
+def _outline(shape: str, x: float, y: float, r: float) -> Iterator[list[tuple[float, float]]]:
+    """Polygons that make up a shape; a circle has none."""
+    if shape == "square":
+        yield [(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)]
+    elif shape == "triangle":
+        yield [(x, y - r), (x + r, y + r), (x - r, y + r)]
+    elif shape == "cross":
+        for wide, high in ((r, r / 3), (r / 3, r)):
+            yield [(x - wide, y - high), (x + wide, y - high), (x + wide, y + high), (x - wide, y + high)]
+
+
+def _write_vocabulary(directory: Path) -> None:
+    """One token for each word that captions have."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from flaxen.hf.files import whole_directory, write_json
+
+    words = {word for scene in scenes()[0] for word in scene.caption.split()}
+    ids = {word: number for number, word in enumerate((*SPECIAL, *sorted(words)))}
+    backend = Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(list(SPECIAL))
+    with whole_directory(directory, "tokenizer.json") as fresh:
+        backend.save(str(fresh / "tokenizer.json"))
+        names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+        write_json(fresh / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
