@@ -1,4 +1,4 @@
-"""Captioning as a person types it: pictures to model, scored, resumed, adapted; and what happens when a picture is bad."""
+"""Captioning as a person types it: pictures to model, scored, resumed, adapted; and what a bad picture does."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 from commands import command
-from PIL import Image
 from pictures import GPT2, VIT, make_gpt2, make_vit
+from PIL import Image
 
 import flaxen
 from flaxen.cli.demo_caption import COLOURS, Scene, _write_vocabulary, picture
@@ -48,9 +48,9 @@ def flags(material: Path, out: Path, *more: object) -> list[object]:
         "train", "caption", "--out", out, "--model.config", material / "config.json",
         "--model.tokenizer", material / "vocabulary", "--data.train", material / "captions.jsonl",
         "--data.validation-percent", "20", "--objective.length", "16", "--optimizer.learning-rate", "3e-3",
-        "--training.batch-size", "8", "--training.steps", "8", "--training.log-every", "1", "--training.eval-every", "4",
-        "--training.save-every", "3", "--training.keep-best", "cider", "--writing.examples", "8",
-        "--writing.batch-size", "4", *more,
+        "--training.batch-size", "8", "--training.steps", "8", "--training.log-every", "1",
+        "--training.eval-every", "4", "--training.save-every", "3", "--training.keep-best", "cider",
+        "--writing.examples", "8", "--writing.batch-size", "4", *more,
     ]  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_loss_and_every_gradient_equal_torch(reference: Reference) -> None:
     ).loss
     theirs.backward()
     model = flaxen.load(reference.directory).model
-    ours, grads = jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0])(model)
+    ours, grads = jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model)
     np.testing.assert_allclose(float(ours), theirs.item(), rtol=1e-5)
     named = weightmap.save(grads, hf_t5.rows(model.config))
     expected = {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
@@ -101,8 +101,9 @@ def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
     model = initialise(T5(dataclasses.replace(TINY, dropout=0.2)), 0)
     ids, valid, labels = random_batch(50)
     loss = lambda model: model.loss(ids, labels, valid, key=jax.random.key(1))[0]  # noqa: E731
-    value, grads = jax.value_and_grad(loss)(model)
-    other_value, other_grads = jax.value_and_grad(loss)(change(model, **form))
+    value_and_grad = jax.jit(jax.value_and_grad(loss))
+    value, grads = value_and_grad(model)
+    other_value, other_grads = value_and_grad(change(model, **form))
     np.testing.assert_allclose(value, other_value, rtol=1e-6)
     for name, gradient in leaves(grads).items():
         close(leaves(other_grads)[name], gradient, 1e-5)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import PIL.Image
 
 COLOURS = {
-    "red": (214, 48, 49), "green": (46, 160, 67), "blue": (32, 90, 200), "yellow": (240, 200, 30), "black": (30, 30, 30),
+    "red": (214, 48, 49), "green": (46, 160, 67), "blue": (32, 90, 200), "yellow": (240, 200, 30),
+    "black": (30, 30, 30),
 }  # fmt: skip
 SHAPES = ("circle", "square", "triangle")
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # of the large to the small

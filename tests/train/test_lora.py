@@ -1,0 +1,271 @@
+"""An adapter beside the weights, added into them, and trained in their place."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_batch
+from pictures import close, pixels
+
+from flaxen.errors import InputError
+from flaxen.hf.families import of_config
+from flaxen.models import captioner, gpt2, vit
+from flaxen.models.captioner import Captioner
+from flaxen.models.gpt2 import GPT2
+from flaxen.models.t5 import T5, Config
+from flaxen.models.vit import ViT
+from flaxen.nn.loss import Sums
+from flaxen.nn.param import initialise
+from flaxen.train import lora
+from flaxen.train.settings import LoRA, Optimizer, Schedule, Training
+from flaxen.train.step import Stepper
+from flaxen.tree import leaves, size
+
+TINY = Config(
+    vocab_size=50, d_model=16, d_head=4, d_ff=24, n_layers=2, n_decoder_layers=1, n_heads=2, gated=True, dropout=0.0
+)  # fmt: skip
+EYES = vit.Config(image_size=(16, 16), patch_size=(8, 8), d_model=12, d_ff=20, n_layers=2, n_heads=2, pooler="tanh")
+MOUTH = gpt2.Config(
+    vocab_size=50, n_positions=16, d_model=16, d_ff=24, n_layers=2, n_heads=2, cross=True, dropout=0.0,
+    embedding_dropout=0.0, attention_dropout=0.0, pad_id=0, eos_ids=(1,), start_id=0,
+)  # fmt: skip
+PAIR = captioner.Config(EYES, MOUTH)
+IDS, VALID, LABELS = random_batch(50, rows=4, source=9, target=7)
+PIXELS = pixels(4, 16)
+SOURCE = np.random.default_rng(2).normal(size=(4, 5, 16)).astype(np.float32)
+RANK, SCALE, STEPS = 3, 0.7, 30
+
+
+def made(config: Any) -> Any:
+    return initialise(of_config(config)(config), 0)
+
+
+def noisy(model: Any, *targets: str) -> lora.Adapter:
+    """An adapter whose `up` is not 0."""
+    draw = np.random.default_rng(3)
+    started = lora.start(model, LoRA(RANK, targets=targets), 1)
+    up = lambda one: jnp.asarray(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
+    return {path: {"down": one["down"], "up": up(one)} for path, one in started.items()}
+
+
+@pytest.fixture
+def hastily() -> Iterator[None]:
+    """Compiled in half the time, for programs that run a few times."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@jax.jit
+def logits(model: Any) -> jax.Array:
+    decoder = jnp.maximum(jnp.asarray(LABELS), 0)
+    if isinstance(model, GPT2):
+        return model.logits(decoder, jnp.asarray(SOURCE) if model.config.cross else None)
+    if isinstance(model, Captioner):
+        return model.logits(jnp.asarray(PIXELS), decoder)
+    return model.logits(jnp.asarray(IDS), decoder, jnp.asarray(VALID))
+
+
+@partial(jax.jit, static_argnums=0)
+def graded(how: Any, model: Any, adapter: lora.Adapter) -> tuple[jax.Array, lora.Adapter]:
+    ids, labels = jnp.asarray(IDS[:, : LABELS.shape[1]]), jnp.asarray(LABELS)
+    source = jnp.asarray(SOURCE) if model.config.cross else None
+    return jax.value_and_grad(lambda adapter: how(model, adapter, SCALE).loss(ids, labels, source)[0])(adapter)
+
+
+@pytest.mark.parametrize("config", [TINY, PAIR], ids=["t5", "captioner"])
+def test_a_fresh_adapter_changes_nothing(config: Any) -> None:
+    model = made(config)
+    attached = lora.attach(model, lora.start(model, LoRA(RANK, targets=("*",)), 0), SCALE)
+    np.testing.assert_array_equal(logits(attached), logits(model))
+
+
+def test_a_fresh_adapter_depends_on_seed_and_path_alone() -> None:
+    abstract = Captioner(PAIR)
+    every, some = (lora.start(abstract, LoRA(4, targets=globs), 5) for globs in (("*",), ("decoder.*.o",)))
+    assert some.keys() == {"decoder.layers.attention.o", "decoder.layers.cross.o"}
+    for path, one in some.items():
+        np.testing.assert_array_equal(one["down"], every[path]["down"])
+    from_weights = lora.start(made(PAIR), LoRA(4, targets=("*",)), 5)
+    jax.tree.map(np.testing.assert_array_equal, from_weights, every)
+    other = lora.start(abstract, LoRA(4, targets=("*",)), 6)
+    rows = {np.asarray(one["down"]).reshape(-1)[:8].tobytes() for adapter in (every, other) for one in adapter.values()}
+    assert len(rows) == 2 * len(every)
+
+
+def test_a_fresh_adapter_is_uniform_as_pefts() -> None:
+    """Kaiming's law with a = √5, of all inputs of one layer; `abstract` has its shapes."""
+    model, asked = Captioner(PAIR), LoRA(16, targets=("*",))
+    adapter, linears = lora.start(model, asked, 0), dict(lora.linears(model))
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), lora.abstract(model, asked))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), adapter) == shapes
+    inputs = {"attention.o": 16, "mlp.wo": 24, "patches": 3 * 8 * 8, "bridge": 12}
+    for path, one in adapter.items():
+        assert not one["up"].any()
+        _, sizes, _ = lora.split(path, linears[path])
+        n = next((n for end, n in inputs.items() if path.endswith(end) and "encoder.layers" not in path), None)
+        assert n is None or n == np.prod(sizes)
+        bound = np.prod(sizes) ** -0.5
+        largest = np.abs(one["down"]).max()
+        assert 0.95 * bound < largest <= bound
+        assert abs(np.std(one["down"]) / bound - 3**-0.5) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [
+        (
+            T5(TINY),
+            "encoder.layers.attention.q encoder.layers.attention.v decoder.layers.attention.q "
+            "decoder.layers.attention.v decoder.layers.cross.q decoder.layers.cross.v",
+        ),
+        (GPT2(dataclasses.replace(MOUTH, cross=False)), "layers.attention.qkv"),
+        (ViT(EYES), "layers.attention.q layers.attention.v"),
+        (
+            Captioner(PAIR),
+            "encoder.layers.attention.q encoder.layers.attention.v decoder.layers.attention.qkv "
+            "decoder.layers.cross.q decoder.layers.cross.kv",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_queries_and_values_by_default(model: Any, paths: str) -> None:
+    assert lora.targets(model, LoRA(2)).keys() == set(paths.split())
+
+
+@pytest.mark.usefixtures("hastily")
+@pytest.mark.parametrize("config", [MOUTH, dataclasses.replace(MOUTH, cross=False, scan=False)], ids=["", "unrolled"])
+def test_attached_is_merged(config: Any) -> None:
+    """Logits, loss, and the gradients of both halves."""
+    model = made(config)
+    adapter = noisy(model, "*")
+    beside, inside = (logits(how(model, adapter, SCALE)) for how in (lora.attach, lora.merge))
+    assert np.abs(beside - logits(model)).max() > 0.05 * np.abs(beside).max()
+    close(beside, inside, 2e-5)
+    (value, ours), (expected, theirs) = (graded(how, model, adapter) for how in (lora.attach, lora.merge))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for path, gradient in leaves(ours).items():
+        assert gradient.any()
+        close(gradient, leaves(theirs)[path], 1e-4)
+
+
+def test_merging_adds_the_products_and_keeps_the_rest() -> None:
+    """In the dtype that the weights have."""
+    model = made(PAIR)
+    adapter = noisy(model, "*.o", "bridge")
+    before, after = leaves(model), leaves(lora.merge(model, adapter, SCALE))
+    for path, leaf in before.items():
+        if path.removesuffix(".weight") not in adapter:
+            assert after[path] is leaf
+    one = adapter["decoder.layers.cross.o"]
+    product = np.einsum("lnhr,lrd->lnhd", one["down"], one["up"])
+    close(after["decoder.layers.cross.o.weight"] - before["decoder.layers.cross.o.weight"], SCALE * product, 1e-5)
+    small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+    merged = leaves(lora.merge(small, adapter, SCALE))
+    assert {leaf.dtype for leaf in merged.values()} == {jnp.dtype(jnp.bfloat16)}
+    wanted = small.bridge.weight[...].astype(jnp.float32) + SCALE * adapter["bridge"]["down"] @ adapter["bridge"]["up"]
+    np.testing.assert_array_equal(merged["bridge.weight"], wanted.astype(jnp.bfloat16))
+
+
+class Memorise:
+    """Always the same batch."""
+
+    examples, tokens, flops, scores = 4, 16, 1.0, ()
+
+    def batch(self, step: int, size: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        return {"ids": IDS, "valid": VALID, "labels": LABELS}
+
+    def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
+        yield self.batch(0, size)
+
+    def loss(self, model: Any, batch: Any, key: jax.Array | None) -> Sums:
+        return model.loss(batch["ids"], batch["labels"], batch["valid"], key=key)[1]
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        return {"loss": float(sums.loss / sums.weight)}
+
+    def written(self, model: Any, path: Path) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.usefixtures("hastily")
+@pytest.mark.parametrize(("accumulate", "rate"), [(1, 0.0), (2, 0.2)])
+def test_training_changes_the_adapter_alone(accumulate: int, rate: float) -> None:
+    config = dataclasses.replace(TINY, dropout=rate)
+    asked, task = LoRA(2, alpha=8.0, targets=("*.attention.*", "*.mlp.w?")), Memorise()
+    bases = []
+
+    def base() -> T5:
+        bases.append(made(config))
+        return bases[-1]
+
+    stepper = Stepper(
+        task,
+        Optimizer("adamw", learning_rate=1e-2, weight_decay=0.01),
+        Schedule("constant", warmup=0),
+        Training(steps=STEPS, batch_size=4, accumulate=accumulate),
+        whole=lambda adapter, base: lora.attach(base, adapter, asked.scale),
+        merged=lambda adapter, base: lora.merge(base, adapter, asked.scale),
+        base=base,
+    )
+    adapter = lora.start(T5(config), asked, 0)
+    trained, started = size(adapter), leaves(jax.tree.map(np.array, adapter))
+    state, batch, losses = stepper.start(adapter), task.batch(0, 4), []
+    for step in range(STEPS):
+        if step == STEPS - 1 and not rate:
+            score = task.metrics(stepper.score(state.model, batch))["loss"]
+        state, report = stepper.update(state, batch)
+        losses.append(task.metrics(report.sums)["loss"])
+    assert losses[0] - np.mean(losses[-5:]) > 0.8
+    if not rate:
+        np.testing.assert_allclose(losses[-1], score, rtol=1e-5)
+
+    assert len(bases) == 1
+    expected = leaves(made(config))
+    for path, leaf in leaves(stepper.base).items():
+        np.testing.assert_array_equal(leaf, expected[path])
+    assert trained < size(stepper.base) / 3
+    assert leaves(state.model).keys() == started.keys()
+    for path, leaf in leaves(state.model).items():
+        assert (np.asarray(leaf) != started[path]).any(), path
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim) == 2 * trained  # Adam's moments
+    assert size(state.optimizer) - 2 * trained < 4  # its counters
+    merged = lora.merge(stepper.base, state.model, asked.scale)
+    jax.tree.map(np.testing.assert_array_equal, stepper.model(state.model), merged)
+
+
+def test_a_glob_that_matches_nothing_lists_the_paths() -> None:
+    with pytest.raises(InputError, match=r"matches '\*\.query'.*there are: .*encoder\.layers\.attention\.q, .*mlp\.wo"):
+        lora.abstract(T5(TINY), LoRA(2, targets=("*.q", "*.query")))
+    with pytest.raises(InputError, match=r"did you mean 'encoder\.layers\.mlp\.wi'"):
+        lora.start(T5(TINY), LoRA(2, targets=("encoder.layer.mlp.wi",)), 0)
+
+
+@pytest.mark.parametrize("how", [lora.attach, lora.merge])
+def test_an_adapter_of_another_model(how: Any) -> None:
+    model = made(TINY)
+    with pytest.raises(InputError, match=r"does not have: decoder\.layers\.attention\.qkv"):
+        how(model, noisy(made(PAIR), "decoder.*.qkv"), 1.0)
+    wide = noisy(T5(dataclasses.replace(TINY, d_model=24)), "encoder.*.q")
+    message = r"encoder\.layers\.attention\.q has shapes \(\(2, 24, 3\), .* asks for \(\(2, 16, 3\), \(2, 3, 2, 4\)\)"
+    with pytest.raises(InputError, match=message):
+        how(model, wide, 1.0)
+    torn = noisy(model, "encoder.*.q")
+    torn["encoder.layers.attention.q"]["up"] = torn["encoder.layers.attention.q"]["up"][:, :2]
+    with pytest.raises(InputError, match=r"shapes \(\(2, 16, 3\), \(2, 2, 2, 4\)\)"):
+        how(model, torn, 1.0)
+
+
+def test_settings() -> None:
+    assert LoRA(8).scale == 2.0
+    assert LoRA(8, alpha=4.0).scale == 0.5
+    with pytest.raises(InputError, match="must not be negative"):
+        LoRA(-1)
+    with pytest.raises(InputError, match=r"mean nothing without lora\.rank"):
+        LoRA(targets=("*",))
