@@ -70,9 +70,9 @@ const find = name => document.querySelector(name), grid = find("main"), input = 
 const cards = [...grid.children], buttons = [...document.querySelectorAll("button")];
 const score = card => parseFloat(card.dataset.score), scored = cards.filter(card => !isNaN(score(card)));
 const ranked = [...scored].sort((a, b) => score(a) - score(b)), others = cards.filter(card => isNaN(score(card)));
-let hue = 0;
-ranked.forEach((card, i) => {
-  if (i && score(card) > score(ranked[i - 1])) hue = Math.round(130 * i / (ranked.length - 1));
+let hue = 130;
+[...ranked].reverse().forEach((card, i) => {
+  if (i && score(card) < score(ranked.at(-i))) hue = Math.round(130 * (1 - i / (ranked.length - 1)));
   card.style.setProperty("--hue", hue);
 });
 const orders = { given: cards, best: [...ranked].reverse().concat(others), worst: ranked.concat(others) };
