@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -265,10 +266,10 @@ def _blank(text: str) -> bool:
 
 
 def pixels(
-    captions: CaptionSet, numbers: Iterable[SupportsInt], processor: Processor, workers: int = 2
+    captions: CaptionSet, numbers: Iterable[SupportsInt], processor: Processor, workers: int | None = None
 ) -> "tuple[numpy.ndarray, list[tuple[int, str]]]":
-    """float32 [B, 3, H, W] of the images with these numbers, by so many threads; rows that cannot be read are zeros,
-    and are told with the reason."""
+    """float32 [B, 3, H, W] of the images with these numbers, by so many threads (default: one for each core); rows that
+    cannot be read are zeros, and are told with the reason."""
     import numpy as np
 
     if processor.shape is None:
@@ -283,7 +284,7 @@ def pixels(
             return str(error)
         return None
 
-    with ThreadPoolExecutor(max(workers, 1), "flaxen-images") as pool:
+    with ThreadPoolExecutor(workers or os.cpu_count(), "flaxen-images") as pool:
         failed = [(row, reason) for row, reason in enumerate(pool.map(fill, range(len(chosen)))) if reason is not None]
     if failed and captions.source.data.unreadable == "error":
         row, reason = failed[0]
