@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
     return of
 
 
-@jax.jit
+# Programs that run once or twice are compiled in half the time.
+hasty = partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+)
+
+
+@hasty
 def ours(model: Any) -> jax.Array:
     if isinstance(model, ViT):
         return model(jnp.asarray(PIXELS))
@@ -98,7 +105,7 @@ def noisy(model: Any, targets: tuple[str, ...] = (), rank: int = RANK) -> lora.A
     """An adapter whose `up` is not 0."""
     draw = np.random.default_rng(3)
     started = lora.start(model, LoRA(rank, targets=targets), 1)
-    up = lambda one: jnp.asarray(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
+    up = lambda one: jax.device_put(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
     return {path: {"down": one["down"], "up": up(one)} for path, one in started.items()}
 
 
@@ -267,7 +274,7 @@ def test_an_adapter_in_bfloat16_is_read(models: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again[path]["up"], one["up"].astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_gradients_are_pefts(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_pefts(models: Any, tmp_path: Path) -> None:
     torch_model, model = models("t5")
     adapter = noisy(model, ("*.attention.[qv]", "*.cross.o", "*.mlp.wi"))
     peft.write(adapter, model, RANK, ALPHA, tmp_path / "adapter", None)
@@ -276,7 +283,7 @@ def test_gradients_are_pefts(models: Any, tmp_path: Path, monkeypatch: pytest.Mo
     out = loaded(input_ids=ids, attention_mask=mask, labels=labels)
     out.loss.backward()
 
-    @jax.jit
+    @hasty
     def graded(adapter: lora.Adapter, model: Any) -> tuple[jax.Array, lora.Adapter]:
         def loss(adapter: lora.Adapter) -> jax.Array:
             attached = lora.attach(model, adapter, ALPHA / RANK)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_batch
-from pictures import close, pixels
+from pictures import close
 
 from flaxen.errors import InputError
 from flaxen.hf.families import of_config
@@ -33,11 +33,11 @@ TINY = Config(
 EYES = vit.Config(image_size=(16, 16), patch_size=(8, 8), d_model=12, d_ff=20, n_layers=2, n_heads=2, pooler="tanh")
 MOUTH = gpt2.Config(
     vocab_size=50, n_positions=16, d_model=16, d_ff=24, n_layers=2, n_heads=2, cross=True, dropout=0.0,
-    embedding_dropout=0.0, attention_dropout=0.0, pad_id=0, eos_ids=(1,), start_id=0,
+    embedding_dropout=0.0, attention_dropout=0.0, std=0.2, pad_id=0, eos_ids=(1,), start_id=0,
 )  # fmt: skip
+ALONE = dataclasses.replace(MOUTH, cross=False)
 PAIR = captioner.Config(EYES, MOUTH)
 IDS, VALID, LABELS = random_batch(50, rows=4, source=9, target=7)
-PIXELS = pixels(4, 16)
 SOURCE = np.random.default_rng(2).normal(size=(4, 5, 16)).astype(np.float32)
 RANK, SCALE, STEPS = 3, 0.7, 30
 
@@ -50,7 +50,7 @@ def noisy(model: Any, *targets: str) -> lora.Adapter:
     """An adapter whose `up` is not 0."""
     draw = np.random.default_rng(3)
     started = lora.start(model, LoRA(RANK, targets=targets), 1)
-    up = lambda one: jnp.asarray(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
+    up = lambda one: jax.device_put(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
     return {path: {"down": one["down"], "up": up(one)} for path, one in started.items()}
 
 
@@ -67,8 +67,6 @@ def logits(model: Any) -> jax.Array:
     decoder = jnp.maximum(jnp.asarray(LABELS), 0)
     if isinstance(model, GPT2):
         return model.logits(decoder, jnp.asarray(SOURCE) if model.config.cross else None)
-    if isinstance(model, Captioner):
-        return model.logits(jnp.asarray(PIXELS), decoder)
     return model.logits(jnp.asarray(IDS), decoder, jnp.asarray(VALID))
 
 
@@ -79,7 +77,7 @@ def graded(how: Any, model: Any, adapter: lora.Adapter) -> tuple[jax.Array, lora
     return jax.value_and_grad(lambda adapter: how(model, adapter, SCALE).loss(ids, labels, source)[0])(adapter)
 
 
-@pytest.mark.parametrize("config", [TINY, PAIR], ids=["t5", "captioner"])
+@pytest.mark.parametrize("config", [TINY, MOUTH], ids=["t5", "gpt2"])
 def test_a_fresh_adapter_changes_nothing(config: Any) -> None:
     model = made(config)
     attached = lora.attach(model, lora.start(model, LoRA(RANK, targets=("*",)), 0), SCALE)
@@ -107,7 +105,7 @@ def test_a_fresh_adapter_is_uniform_as_pefts() -> None:
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), adapter) == shapes
     inputs = {"attention.o": 16, "mlp.wo": 24, "patches": 3 * 8 * 8, "bridge": 12}
     for path, one in adapter.items():
-        assert not one["up"].any()
+        assert not np.asarray(one["up"]).any()
         _, sizes, _ = lora.split(path, linears[path])
         n = next((n for end, n in inputs.items() if path.endswith(end) and "encoder.layers" not in path), None)
         assert n is None or n == np.prod(sizes)
@@ -125,7 +123,7 @@ def test_a_fresh_adapter_is_uniform_as_pefts() -> None:
             "encoder.layers.attention.q encoder.layers.attention.v decoder.layers.attention.q "
             "decoder.layers.attention.v decoder.layers.cross.q decoder.layers.cross.v",
         ),
-        (GPT2(dataclasses.replace(MOUTH, cross=False)), "layers.attention.qkv"),
+        (GPT2(ALONE), "layers.attention.qkv"),
         (ViT(EYES), "layers.attention.q layers.attention.v"),
         (
             Captioner(PAIR),
@@ -140,7 +138,7 @@ def test_queries_and_values_by_default(model: Any, paths: str) -> None:
 
 
 @pytest.mark.usefixtures("hastily")
-@pytest.mark.parametrize("config", [MOUTH, dataclasses.replace(MOUTH, cross=False, scan=False)], ids=["", "unrolled"])
+@pytest.mark.parametrize("config", [MOUTH, dataclasses.replace(ALONE, scan=False)], ids=["cross", "unrolled"])
 def test_attached_is_merged(config: Any) -> None:
     """Logits, loss, and the gradients of both halves."""
     model = made(config)
@@ -151,14 +149,14 @@ def test_attached_is_merged(config: Any) -> None:
     (value, ours), (expected, theirs) = (graded(how, model, adapter) for how in (lora.attach, lora.merge))
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for path, gradient in leaves(ours).items():
-        assert gradient.any()
+        assert np.asarray(gradient).any()
         close(gradient, leaves(theirs)[path], 1e-4)
 
 
 def test_merging_adds_the_products_and_keeps_the_rest() -> None:
     """In the dtype that the weights have."""
     model = made(PAIR)
-    adapter = noisy(model, "*.o", "bridge")
+    adapter = noisy(model, "decoder.*.o", "bridge")
     before, after = leaves(model), leaves(lora.merge(model, adapter, SCALE))
     for path, leaf in before.items():
         if path.removesuffix(".weight") not in adapter:
@@ -179,13 +177,13 @@ class Memorise:
     examples, tokens, flops, scores = 4, 16, 1.0, ()
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        return {"ids": IDS, "valid": VALID, "labels": LABELS}
+        return {"ids": IDS[:, : LABELS.shape[1]], "labels": LABELS}
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
         yield self.batch(0, size)
 
     def loss(self, model: Any, batch: Any, key: jax.Array | None) -> Sums:
-        return model.loss(batch["ids"], batch["labels"], batch["valid"], key=key)[1]
+        return model.loss(batch["ids"], batch["labels"], key=key)[1]
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight)}
@@ -197,11 +195,11 @@ class Memorise:
 @pytest.mark.usefixtures("hastily")
 @pytest.mark.parametrize(("accumulate", "rate"), [(1, 0.0), (2, 0.2)])
 def test_training_changes_the_adapter_alone(accumulate: int, rate: float) -> None:
-    config = dataclasses.replace(TINY, dropout=rate)
-    asked, task = LoRA(2, alpha=8.0, targets=("*.attention.*", "*.mlp.w?")), Memorise()
+    config = dataclasses.replace(ALONE, dropout=rate, attention_dropout=rate)
+    asked, task = LoRA(2, alpha=8.0, targets=("*.attention.*", "*.mlp.w[io]")), Memorise()
     bases = []
 
-    def base() -> T5:
+    def base() -> GPT2:
         bases.append(made(config))
         return bases[-1]
 
@@ -214,7 +212,7 @@ def test_training_changes_the_adapter_alone(accumulate: int, rate: float) -> Non
         merged=lambda adapter, base: lora.merge(base, adapter, asked.scale),
         base=base,
     )
-    adapter = lora.start(T5(config), asked, 0)
+    adapter = lora.start(GPT2(config), asked, 0)
     trained, started = size(adapter), leaves(jax.tree.map(np.array, adapter))
     state, batch, losses = stepper.start(adapter), task.batch(0, 4), []
     for step in range(STEPS):

@@ -73,9 +73,9 @@ def build(settings: Settings) -> Built:
         frozen(settings.optimizer, abstract)  # globs that match nothing fail now
         export = lambda model, directory: _whole(begin, model).save(directory)  # noqa: E731
         return Built(begin, task, stepper, abstract, weights, export, facts | {"steps": stepper.steps})
-    if settings.optimizer.name == "adamw-rms":
+    if settings.optimizer.name in ("adamw-rms", "adafactor"):
         raise InputError(
-            "optimizer adamw-rms scales updates by the weights, and those of an adapter start at 0; "
+            f"optimizer {settings.optimizer.name} scales updates by the weights, and those of an adapter start at 0; "
             "choose --optimizer.name adamw --optimizer.learning-rate 1e-3"
         )
     whole, merged = (partial(_with_adapter, how, settings.lora.scale) for how in (lora.attach, lora.merge))
