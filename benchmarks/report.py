@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from rich.table import Table
-from workers.workloads import flops, sizes_and_works
+from workers.workloads import Sizes, Work, flops
 
 PEERS = ("torch", "flax")
 PHASES = ("import", "load", "generate", "loss")
@@ -29,10 +29,8 @@ def gemm_peaks(samples: Samples, cores: int) -> dict[str, float]:
     return peaks
 
 
-def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table:
+def work_table(workload: str, samples: Samples, cores: int, sizes: Sizes, work: Work) -> Table:
     """One row per system, for a workload that is repeated in a warm process."""
-    sizes, works = sizes_and_works(tiny)
-    work = works[workload]
     repeats = {name: [r for r in records if "wall" in r] for name, records in samples[workload].items()}
     seconds = {name: median(r[clock(cores)] for r in records) for name, records in repeats.items()}
     memory = {name: max(r["peak_gb"] for r in records) for name, records in repeats.items()}
@@ -41,7 +39,7 @@ def work_table(workload: str, samples: Samples, cores: int, tiny: bool) -> Table
     # Time is compared where less is better (a loss), speed where tokens are counted.
     ratio = "speed" if work.beams else "time"
 
-    result = Table(title=f"{workload}: {_describe(work)}", title_justify="left")
+    result = Table(title=f"{workload}: {_describe(work, sizes)}", title_justify="left")
     headers = ["system", "wall s (min)", "CPU s (min)", "peak GB"]
     headers += [f"tokens/{clock(cores)} s"] if work.beams else []
     headers += ["GFLOP/s (of GEMM)"]
@@ -136,15 +134,16 @@ def versions(records: list[tuple[str, Record]]) -> list[str]:
     return [f"{name}: " + " ".join(map(" ".join, used.items())) for name, used in found.items()]
 
 
-def _describe(work: Any) -> str:
+def _describe(work: Work, sizes: Sizes) -> str:
+    given = f"batch {work.batch}, " + (f"pictures of {sizes.image} px" if sizes.image else f"{work.source} in")
     if work.beams == 0:
         what = "forward + backward + AdamW" if work.update else "forward + backward"
-        return f"{what}, batch {work.batch}, {work.source} in, {work.target} out"
+        return f"{what}, {given}, {work.target} out"
     how = "greedy" if work.beams == 1 else f"{work.beams} beams"
-    return f"{how}, batch {work.batch}, {work.source} in, {work.target} new tokens"
+    return f"{how}, {given}, {work.target} new tokens"
 
 
-def _check(work: Any) -> str:
+def _check(work: Work) -> str:
     return "first loss, last loss" if work.update else "loss, |gradient|"
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import report
 from rich.console import Console
+from workers.workloads import Sizes, Work, sizes_and_works
 
 # Nothing here may import NumPy, JAX or torch: the peak memory that a child reports starts at its parent's.
 
@@ -61,13 +63,18 @@ SYSTEMS = {
 GEMM = System("gemm.py", needs="torch")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=[*WORKLOADS, "all"], nargs="?", default="all")
+def main(
+    description: str | None = __doc__,
+    systems: dict[str, System] = SYSTEMS,
+    workloads: tuple[str, ...] = WORKLOADS,
+    works: Callable[[bool], tuple[Sizes, dict[str, Work]]] = sizes_and_works,
+) -> None:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("workload", choices=[*workloads, "all"], nargs="?", default="all")
     parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
     parser.add_argument("--rounds", type=int, default=3, help="processes per system, interleaved with the others'")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls in each process")
-    parser.add_argument("--systems", choices=list(SYSTEMS), nargs="+", default=list(SYSTEMS), metavar="SYSTEM")
+    parser.add_argument("--systems", choices=list(systems), nargs="+", default=list(systems), metavar="SYSTEM")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that all run, measures nothing")
     flags = parser.parse_args()
@@ -77,19 +84,19 @@ def main() -> None:
         parser.error(f"--cores {flags.cores}: this process may use {len(available)}")
     if problem := GEMM.missing():
         parser.error(f"the random model and the GEMM peak need torch. {problem}")
-    workloads = WORKLOADS if flags.workload == "all" else (flags.workload,)
 
     console = Console(width=None if sys.stdout.isatty() else 150)
     with tempfile.TemporaryDirectory(prefix="flaxen-bench-") as scratch:
-        bench = Bench(console, Path(scratch), available[: flags.cores], flags.repeats, flags.tiny)
+        cores = available[: flags.cores]
+        bench = Bench(console, Path(scratch), cores, flags.repeats, flags.tiny, systems, *works(flags.tiny))
         bench.prepare(flags.systems)
-        for workload in workloads:
-            systems = [name for name in flags.systems if workload in SYSTEMS[name].workloads]
+        for workload in workloads if flags.workload == "all" else (flags.workload,):
+            names = [name for name in flags.systems if workload in systems[name].workloads]
             bench.gemm()
             for number in range(1, flags.rounds + 1):
                 console.print(f"{workload}, round {number} of {flags.rounds}", style="dim")
-                bench.round(workload, systems)
-            bench.show(workload, systems)
+                bench.round(workload, names)
+            bench.show(workload, names)
     console.print(report.footer(bench.samples, flags.cores))
     if flags.json:
         flags.json.write_text(json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": bench.samples}))
@@ -100,22 +107,33 @@ def main() -> None:
 class Bench:
     """Runs workers one at a time and keeps what they print: `samples[workload][system]`."""
 
-    def __init__(self, console: Console, scratch: Path, cores: list[int], repeats: int, tiny: bool) -> None:
+    def __init__(
+        self,
+        console: Console,
+        scratch: Path,
+        cores: list[int],
+        repeats: int,
+        tiny: bool,
+        systems: dict[str, System],
+        sizes: Sizes,
+        works: dict[str, Work],
+    ) -> None:
         self.console, self.scratch, self.cores = console, scratch, cores
         self.repeats, self.tiny = repeats, tiny
+        self.systems, self.sizes, self.works = systems, sizes, works
         self.samples: dict[str, dict[str, list[Record]]] = {}
         self.failures: dict[str, str] = {}  # by system; one that failed is not run again
 
     def prepare(self, names: list[str]) -> None:
         """Make the random model with torch, and the copy of it that Flax can read."""
-        self._worker("torch", SYSTEMS["torch"], "prepare")
+        self._worker("torch", self.systems["torch"], "prepare")
         if "torch" in self.failures:
             raise SystemExit(f"could not make the random model: {self.failures['torch']}")
         for name in names:
-            if problem := SYSTEMS[name].missing():
+            if problem := self.systems[name].missing():
                 self.failures[name] = problem
         if "flax" in names and "flax" not in self.failures:
-            self._worker("flax", SYSTEMS["flax"], "prepare")
+            self._worker("flax", self.systems["flax"], "prepare")
 
     def gemm(self) -> None:
         self._keep("gemm", "gemm", self._worker("gemm", GEMM, "gemm"))
@@ -127,13 +145,13 @@ class Bench:
             if name in self.failures:
                 continue
             if workload != "cold":
-                self._keep(workload, name, self._worker(name, SYSTEMS[name], workload, cache=name))
+                self._keep(workload, name, self._worker(name, self.systems[name], workload, cache=name))
                 continue
             with tempfile.TemporaryDirectory(dir=self.scratch) as empty:
                 for start in ("first", "second"):
                     if name in self.failures:
                         break
-                    records = self._worker(name, SYSTEMS[name], "cold", cache=empty)
+                    records = self._worker(name, self.systems[name], "cold", cache=empty)
                     self._keep(workload, name, [record | {"start": start} for record in records])
 
     def show(self, workload: str, names: list[str]) -> None:
@@ -141,8 +159,9 @@ class Bench:
         if workload == "cold" and self.samples.get("cold"):
             self.console.print(report.cold_table(self.samples, cores))
         elif self.samples.get(workload):
-            self.console.print(report.work_table(workload, self.samples, cores, self.tiny))
-        if workload == "train" and self.samples.get("train") and (wrong := report.disagreement(self.samples["train"])):
+            self.console.print(report.work_table(workload, self.samples, cores, self.sizes, self.works[workload]))
+        checked = self.samples.get(workload) if workload in ("loss", "train") else None
+        if checked and (wrong := report.disagreement(checked)):
             self.console.print(f"DIFFERENT WORK: {wrong}", style="red", markup=False)
         if disturbed := report.disturbed(workload, self.samples):
             self.console.print(f"DISTURBED, do not quote: {disturbed}", style="red", markup=False)
@@ -183,6 +202,12 @@ class Ended:
 
 def launch(system: System, workload: str, flags: list[str], cache: Path, limit_gb: float = math.inf) -> Ended:
     """Run a worker to its end, or until it has more than `limit_gb` of memory."""
+    command = [str(system.python), str(HERE / "workers" / system.script), workload, "--precision", system.precision]
+    return watch([*command, *flags, "--started", str(time.time())], cache, limit_gb, silent=workload == "prepare")
+
+
+def watch(command: list[str], cache: Path, limit_gb: float = math.inf, silent: bool = False) -> Ended:
+    """Run a process to its end, or until it has more than `limit_gb`. Unless `silent`, it prints records."""
     environment = os.environ | {
         "XDG_CACHE_HOME": str(cache),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -190,8 +215,6 @@ def launch(system: System, workload: str, flags: list[str], cache: Path, limit_g
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     started, busy = time.time(), others_cpu()
-    command = [str(system.python), str(HERE / "workers" / system.script), workload, "--precision", system.precision]
-    command += [*flags, "--started", str(started)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
     stdout, stderr, resident = None, "", 0.0
@@ -211,7 +234,7 @@ def launch(system: System, workload: str, flags: list[str], cache: Path, limit_g
     failure = None
     if resident > limit_gb:
         failure = f"{OUT_OF_MEMORY}: more than {limit_gb:g} GB"
-    elif process.returncode != 0 or (workload != "prepare" and not records):
+    elif process.returncode != 0 or not (silent or records):
         reason = (stderr.strip().splitlines() or ["no message"])[-1]
         # The kernel kills, torch and XLA raise.
         short = process.returncode == -signal.SIGKILL or re.search(SHORT_OF_MEMORY, stderr)

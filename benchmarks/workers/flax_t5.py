@@ -14,11 +14,9 @@ from workloads import LEARNING_RATE
 
 def main() -> None:
     worker = Worker(__doc__)
-    import jax
-    import numpy as np
-    import optax
+    # `run` needs optax; a cold start shall count it as an import.
+    import optax  # noqa: F401
     import transformers
-    from transformers.models.t5.modeling_flax_t5 import shift_tokens_right
 
     model_class = getattr(transformers, f"Flax{worker.sizes.family}ForConditionalGeneration")
     flax_dir = worker.model_dir / "flax"
@@ -31,6 +29,16 @@ def main() -> None:
     worker.mark("import")
     model, params = model_class.from_pretrained(flax_dir, _do_init=False)
     worker.mark("load")
+    run(worker, model, params)
+
+
+def run(worker: Worker, model: Any, params: Any) -> None:
+    """The workload of an encoder-decoder."""
+    import jax
+    import numpy as np
+    import optax
+    from transformers.models.t5.modeling_flax_t5 import shift_tokens_right
+
     config = model.config
 
     @jax.jit
@@ -54,7 +62,7 @@ def main() -> None:
 
             def mean_loss(params: Any) -> jax.Array:
                 logits = model(source, decoder_input_ids=decoder_inputs, params=params, train=False).logits
-                # One-hot labels: the loss of transformers' run_t5_mlm_flax.py.
+                # One-hot labels: the loss of transformers' run_t5_mlm_flax.py and run_image_captioning_flax.py.
                 return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1])).mean()
 
             value, gradients = jax.value_and_grad(mean_loss)(params)

@@ -11,7 +11,11 @@ PIECES = 4  # that a batch of eight is computed in: the same numbers, and the ac
 
 
 def main() -> None:
-    worker = Worker(__doc__, precisions=("f32", "bf16"))
+    run(Worker(__doc__, precisions=("f32", "bf16")), PIECES)
+
+
+def run(worker: Worker, most: int) -> None:
+    """The workload of an encoder-decoder, the batch of a loss in so many pieces if it can be."""
     import jax
     import numpy as np
 
@@ -33,7 +37,7 @@ def main() -> None:
         if len(source) == 1:
             return jax.value_and_grad(lambda model: model.loss(source, labels)[0])(model)
         of_piece = lambda model, piece, key: model.loss(*piece)[1]  # noqa: E731
-        value, _, gradients = accumulate.value_and_grad(of_piece, model, (source, labels), pieces(source))
+        value, _, gradients = accumulate.value_and_grad(of_piece, model, (source, labels), pieces(source, most))
         return value, gradients
 
     def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
@@ -51,7 +55,7 @@ def main() -> None:
             task,
             Optimizer("adamw", learning_rate=LEARNING_RATE, clip=0.0),
             Schedule("constant", warmup=0),
-            Training(steps=1000, batch_size=len(source), accumulate=pieces(source)),
+            Training(steps=1000, batch_size=len(source), accumulate=pieces(source, most)),
         )
         state, pretrained = stepper.start(pretrained.model), None  # nobody else keeps the first weights
         batch = jax.device_put(task.batch(0, len(source)))
@@ -64,9 +68,8 @@ def main() -> None:
         return step
 
     def generate(source: np.ndarray, new_tokens: int, beams: int) -> list[list[int]]:
-        outputs = pretrained.generate(
-            source.tolist(), max_new_tokens=new_tokens, min_new_tokens=new_tokens, num_beams=beams
-        )
+        prompts = source.tolist() if source.ndim == 2 else source  # ids, or pixels
+        outputs = pretrained.generate(prompts, max_new_tokens=new_tokens, min_new_tokens=new_tokens, num_beams=beams)
         return [[int(token) for token in output.tokens] for output in outputs]
 
     worker.run(loss, train, generate, ["jax", "flax", "flaxen"])
@@ -97,8 +100,8 @@ class OneBatch:
         return {"loss": float(sums.loss / sums.weight)}
 
 
-def pieces(source: Any) -> int:
-    return PIECES if len(source) % PIECES == 0 else 1
+def pieces(source: Any, most: int) -> int:
+    return most if len(source) % most == 0 else 1
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workloads import long_sizes_and_works, sizes_and_works
+from workloads import Sizes, Work, long_sizes_and_works, sizes_and_works
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Source ids and labels -> the loss, and its gradients, all computed: they are looked at when the clock has stopped.
+# Inputs and labels -> the loss, and its gradients, all computed: they are looked at when the clock has stopped.
 Loss = Callable[["np.ndarray", "np.ndarray"], tuple[float, list["np.ndarray"]]]
-# Source ids and labels -> a training step, which updates the weights and returns the loss that it found before.
+# Inputs and labels -> a training step, which updates the weights and returns the loss that it found before.
 Train = Callable[["np.ndarray", "np.ndarray"], Callable[[], float]]
-# Source ids, new tokens and beams -> the tokens of each row.
+# Inputs, new tokens and beams -> the tokens of each row.
 Generate = Callable[["np.ndarray", int, int], list[list[int]]]
 
 NORM_PIECE = 1 << 18  # numbers at a time
@@ -30,7 +30,12 @@ NORM_PIECE = 1 << 18  # numbers at a time
 class Worker:
     """Create it before importing NumPy, JAX or torch: they choose their threads when they start."""
 
-    def __init__(self, description: str, precisions: tuple[str, ...] = ("f32",)) -> None:
+    def __init__(
+        self,
+        description: str,
+        precisions: tuple[str, ...] = ("f32",),
+        works: Callable[[bool], tuple[Sizes, dict[str, Work]]] = sizes_and_works,
+    ) -> None:
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("workload", choices=["prepare", "loss", "train", "generate", "beam", "cold", "gemm"])
         parser.add_argument("--model-dir", type=Path, help="where `prepare` puts the model and the others find it")
@@ -49,7 +54,7 @@ class Worker:
         self.precision: str = flags.precision
         self.remat: bool = flags.remat
         if flags.attention == "full":
-            self.sizes, self.works = sizes_and_works(flags.tiny)
+            self.sizes, self.works = works(flags.tiny)
         else:
             self.sizes, self.works = long_sizes_and_works(flags.attention, flags.source, flags.tiny)
 
@@ -90,22 +95,22 @@ class Worker:
 
     def _steps(self, train: Train) -> None:
         """Each step goes on from the weights of the one before, so the last loss is a check on all of them."""
-        source, labels = self.works["train"].source_ids(self.sizes), self.works["train"].target_ids(self.sizes)
-        step = train(source, labels)
+        work = self.works["train"]
+        step = train(work.inputs(self.sizes), work.labels(self.sizes))
         first = step()
         for _ in range(self.repeats):
             figures = timed(step)
             emit(**figures | {"result": {"first_loss": first, "loss": figures["result"]}})
 
     def _loss(self, name: str, loss: Loss) -> Callable[[], Any]:
-        source, labels = self.works[name].source_ids(self.sizes), self.works[name].target_ids(self.sizes)
-        return lambda: loss(source, labels)
+        inputs, labels = self.works[name].inputs(self.sizes), self.works[name].labels(self.sizes)
+        return lambda: loss(inputs, labels)
 
     def _generate(self, name: str, generate: Generate) -> Callable[[], list[list[int]]]:
-        work, source = self.works[name], self.works[name].source_ids(self.sizes)
+        work, inputs = self.works[name], self.works[name].inputs(self.sizes)
 
         def call() -> list[list[int]]:
-            tokens = generate(source, work.target, work.beams)
+            tokens = generate(inputs, work.target, work.beams)
             lengths = {len(row) for row in tokens}
             if len(tokens) != work.batch or lengths != {work.target}:
                 raise SystemExit(

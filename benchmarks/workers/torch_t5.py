@@ -1,6 +1,7 @@
 """transformers v5 on torch, f32. `prepare` makes the random model that every system loads."""
 
 from collections.abc import Callable
+from typing import Any
 
 from measure import Worker
 from workloads import LEARNING_RATE
@@ -8,7 +9,6 @@ from workloads import LEARNING_RATE
 
 def main() -> None:
     worker = Worker(__doc__)
-    import numpy as np
     import torch
     import transformers
 
@@ -41,23 +41,33 @@ def main() -> None:
     worker.mark("import")
     model = model_class.from_pretrained(worker.model_dir, dtype=torch.float32, dropout_rate=0.0).eval()
     worker.mark("load")
+    run(worker, model, "input_ids")
+
+
+def run(worker: Worker, model: Any, named: str) -> None:
+    """The workload of an encoder-decoder, whose inputs have this name."""
+    import numpy as np
+    import torch
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        found = torch.from_numpy(array)
+        return found if found.is_floating_point() else found.long()
 
     def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
         model.zero_grad(set_to_none=True)
-        value = model(
-            input_ids=torch.from_numpy(source).long(), labels=torch.from_numpy(labels).long(), use_cache=False
-        ).loss
+        value = model(**{named: tensor(source)}, labels=tensor(labels), use_cache=False).loss
         value.backward()
-        return value.item(), [parameter.grad.numpy() for parameter in model.parameters()]
+        gradients = [parameter.grad for parameter in model.parameters()]  # a ViT's pooler has none
+        return value.item(), [gradient.numpy() for gradient in gradients if gradient is not None]
 
     def train(source: np.ndarray, labels: np.ndarray) -> Callable[[], float]:
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-        inputs, targets = torch.from_numpy(source).long(), torch.from_numpy(labels).long()
+        batch = {named: tensor(source), "labels": tensor(labels)}
 
         def step() -> float:
             optimizer.zero_grad(set_to_none=True)
-            value = model(input_ids=inputs, labels=targets, use_cache=False).loss
+            value = model(**batch, use_cache=False).loss
             value.backward()
             optimizer.step()
             return value.item()
@@ -67,7 +77,7 @@ def main() -> None:
     def generate(source: np.ndarray, new_tokens: int, beams: int) -> list[list[int]]:
         with torch.inference_mode():
             sequences = model.generate(
-                torch.from_numpy(source).long(),
+                tensor(source),
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
                 num_beams=beams,

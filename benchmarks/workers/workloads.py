@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a T5 1.0 (relu, tied head); the defaults are t5-small's."""
+    """The sizes of a T5 1.0 (relu, tied head); the defaults are t5-small's. Or of a captioner with equal halves."""
 
     vocab_size: int = 32128
     d_model: int = 512
@@ -22,6 +22,8 @@ class Sizes:
     attention: str = "full"  # of the encoder; local or transient-global makes it a LongT5
     radius: int = 127
     global_block: int = 16
+    image: int = 0  # height and width of the pictures that a captioner reads; 0: the model reads ids
+    patch: int = 16
 
     @property
     def family(self) -> str:
@@ -31,7 +33,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """`batch` rows of `source` ids in and `target` ids out: labels of a loss, or new tokens."""
+    """`batch` rows of `source` ids (of a picture: vectors) in and `target` ids out: labels of a loss, or new tokens."""
 
     batch: int
     source: int
@@ -39,10 +41,13 @@ class Work:
     beams: int = 0  # 0: a loss; 1: greedy; more: beam search
     update: bool = False  # AdamW's step after the loss and its gradient
 
-    def source_ids(self, sizes: Sizes) -> np.ndarray:
+    def inputs(self, sizes: Sizes) -> np.ndarray:
+        """Ids, or pixels [batch, 3, height, width]."""
+        if sizes.image:
+            return _random_pixels(self.batch, sizes.image, seed=0)
         return _random_ids(self.batch, self.source, sizes.vocab_size, seed=0)
 
-    def target_ids(self, sizes: Sizes) -> np.ndarray:
+    def labels(self, sizes: Sizes) -> np.ndarray:
         return _random_ids(self.batch, self.target, sizes.vocab_size, seed=1)
 
     @property
@@ -54,6 +59,8 @@ class Work:
 SMALL = Sizes()
 TINY = Sizes(vocab_size=384, d_model=64, d_head=16, d_ff=128, n_layers=2, n_heads=4)
 LONG_TINY = Sizes(vocab_size=384, d_model=32, d_head=16, d_ff=64, n_layers=2, n_heads=2, radius=15, global_block=4)
+PAIR = Sizes(vocab_size=50257, d_model=384, d_ff=1536, n_heads=6, image=224)
+PAIR_TINY = Sizes(vocab_size=384, d_model=64, d_head=16, d_ff=128, n_layers=2, n_heads=4, image=32, patch=8)
 
 LEARNING_RATE = 1e-4  # of AdamW; no decay, no clipping, no schedule
 
@@ -82,6 +89,15 @@ def long_sizes_and_works(attention: str, source: int, tiny: bool) -> tuple[Sizes
     return replace(LONG_TINY if tiny else SMALL, attention=attention), works
 
 
+def caption_sizes_and_works(tiny: bool) -> tuple[Sizes, dict[str, Work]]:
+    """A ViT and a GPT-2 of the same sizes. The decoder attends to a vector for each patch, and one for them all."""
+    sizes = PAIR_TINY if tiny else PAIR
+    batch, target, new_tokens = (2, 8, 8) if tiny else (8, 32, 16)
+    source = 1 + (sizes.image // sizes.patch) ** 2
+    works = {"loss": Work(batch, source, target), "train": Work(batch, source, target, update=True)}
+    return sizes, works | {"beam": Work(batch, source, new_tokens, beams=4)}
+
+
 def _random_ids(rows: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
     """Ids without pad (0), eos (1) and unk (2): every row is full, and no system can skip any of it."""
     import numpy as np
@@ -89,11 +105,17 @@ def _random_ids(rows: int, length: int, vocab_size: int, seed: int) -> np.ndarra
     return np.random.default_rng(seed).integers(3, vocab_size, (rows, length), dtype=np.int32)
 
 
+def _random_pixels(rows: int, size: int, seed: int) -> np.ndarray:
+    import numpy as np
+
+    return np.random.default_rng(seed).standard_normal((rows, 3, size, size), dtype=np.float32)
+
+
 def flops(work: Work, sizes: Sizes) -> float:
     """Floating-point operations of the matrix products that the work cannot do without.
 
     Cross-attention projects its keys and values once per input; a cached decoder attends to its past only. An update
-    has no products.
+    has no products. A captioner has the products of a T5 of its sizes, and cuts its picture into vectors before.
     """
     d_model, inner = sizes.d_model, sizes.n_heads * sizes.d_head
     source_tokens = work.batch * work.source
@@ -109,4 +131,6 @@ def flops(work: Work, sizes: Sizes) -> float:
     head = target_tokens * d_model * sizes.vocab_size
 
     forward = 2 * (sizes.n_layers * (encoder + cross_keys_values + decoder) + head)
-    return forward if work.beams else 3 * forward  # a backward pass is two products for each of the forward's
+    cutting = 2 * work.batch * 3 * sizes.image**2 * d_model
+    # A backward pass is two products for each of the forward's; but nobody needs the gradient of the pixels.
+    return forward + cutting if work.beams else 3 * forward + 2 * cutting
