@@ -473,12 +473,33 @@ def test_corrupt_files_are_named(name: str, content: bytes, tmp_path: Path) -> N
 
 
 def test_unsupported_directories_say_what_would_do(spiece: bytes, tmp_path: Path) -> None:
-    gpt2 = write(tmp_path / "gpt2", {"vocab.json": {}, "merges.txt": b""})
-    with pytest.raises(ValueError, match=r"expected tokenizer\.json, .*got only vocab\.json, merges\.txt"):
-        load_tokenizer(gpt2)
+    half = write(tmp_path / "gpt2", {"vocab.json": {}})
+    with pytest.raises(ValueError, match=r"expected tokenizer\.json, .*got only vocab\.json"):
+        load_tokenizer(half)
     names = write(tmp_path / "names", {"spiece.model": spiece, "tokenizer_config.json": {"pad_token": "[PAD]"}})
     with pytest.raises(ValueError, match=r"got \[PAD\]: None, </s>: 1; name tokens"):
         load_tokenizer(names)
+
+
+def test_gpt2s_two_files_are_transformers_tokenizer(tmp_path: Path) -> None:
+    """vocab.json and merges.txt without a tokenizer.json; the only special token is also what pads."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    backend = ByteLevelBPETokenizer()
+    backend.train_from_iterator(
+        ["the cat sat on the mat, naïve café 日本"] * 4, 300, 1, special_tokens=["<|endoftext|>"]
+    )
+    backend.save_model(str(tmp_path))
+    theirs = transformers.GPT2Tokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
+    assert ours.pad_id == ours.eos_id == theirs.convert_tokens_to_ids("<|endoftext|>")
+    for text in ("the cat sat", " naïve  café\n日本 x", "", "mat<|endoftext|>the", "don't 12,5"):
+        ids = ours.encode(text, eos=False)
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids, skip_special=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    with pytest.raises(ValueError, match=r"merges\.txt: expected pairs of pieces"):
+        load_tokenizer(write(tmp_path, {"merges.txt": b"qq zz\n"}))
 
 
 def test_importing_the_module_imports_no_library() -> None:

@@ -1,6 +1,7 @@
 """Buckets and batches of prompts."""
 
 import numpy as np
+import pytest
 
 from flaxen.generate.batches import batches, bucket
 
@@ -12,16 +13,18 @@ def test_buckets_hold_and_waste_at_most_a_third() -> None:
         assert n <= bucket(n) <= 1.5 * n
 
 
-def test_every_prompt_is_in_one_batch_and_padding_is_marked() -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_every_prompt_is_in_one_batch_and_padding_is_marked(left: bool) -> None:
     draw = np.random.default_rng(0)
     prompts = [draw.integers(2, 99, draw.integers(1, 70)).tolist() for _ in range(23)]
     seen = []
-    for rows, ids, valid in batches(prompts, 4, pad=0):
+    for rows, (ids, valid) in batches(prompts, 4, 0, left):
         assert len(rows) <= 4
         for row, real, mask in zip(rows, ids, valid):
-            assert row >= 0 or not mask.any()
+            assert row >= 0 or mask.sum() == left
             if row >= 0:
                 assert real[mask].tolist() == prompts[row]
                 assert (real[~mask] == 0).all()
+                assert mask[-1 if left else 0]
                 seen.append(int(row))
     assert sorted(seen) == list(range(23))

@@ -26,7 +26,10 @@ def run_theirs(processor: object, logits: np.ndarray, tokens: np.ndarray, length
 
 def context(tokens: np.ndarray, length: int, **numbers: float) -> Context:
     return Context(
-        jnp.asarray(tokens), jnp.asarray(length), {name: jnp.asarray(value) for name, value in numbers.items()}
+        jnp.asarray(tokens),
+        jnp.asarray(length),
+        jnp.ones((), int),
+        {n: jnp.asarray(value) for n, value in numbers.items()},
     )
 
 

@@ -8,6 +8,7 @@ from conftest import Reference, torch_generate
 
 import flaxen
 from flaxen.generate import search
+from flaxen.models.t5_decoding import Decoding
 
 
 def prompts(vocab: int, n: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
@@ -143,6 +144,6 @@ def test_cross_keys_are_per_input(t5_reference: Reference) -> None:
     pretrained = flaxen.load(t5_reference.directory)
     inputs = (jnp.full((2, 16), 5, jnp.int32), jnp.ones((2, 16), bool))
     options = flaxen.Options(num_beams=4)
-    state = search.begin(flaxen.pretrained.Decoding, pretrained.model, inputs, jnp.arange(2), 16, options, 0).state
+    state = search.begin(Decoding, pretrained.model, inputs, jnp.arange(2), 16, options, 0).state
     heads, size = pretrained.config.n_heads, pretrained.config.d_head
     assert all((k.shape, v.shape) == ((2, heads, size, 16), (2, heads, 16, size)) for k, v in state.source)

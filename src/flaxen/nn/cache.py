@@ -22,8 +22,9 @@ class Cache(NamedTuple):
     writer: Int[Array, "B G T"] | None  # which sequence wrote the key that sequence g reads at time t
     time: Int[Array, ""]  # tokens behind the prompt so far
 
-    def bias(self, beams: int, by_time: Float[Array, "N T"] | None = None) -> Float[Array, "#B #N #G S"]:
-        """What is added to the scores of tokens at `time`: masks, and a bias of each head for keys at each time."""
+    def bias(self, beams: int, by_time: Float[Array, "N T"] | None = None) -> Float[Array, "#B #K #G S"]:
+        """What is added to the scores of tokens at `time`, for K = N heads, or N G without a writer: masks, and a bias of
+        each head for keys at each time."""
         length = self._length(beams)
         times = jnp.arange(length)
         here = jnp.zeros((1, length)) if by_time is None else by_time
