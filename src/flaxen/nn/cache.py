@@ -23,8 +23,8 @@ class Cache(NamedTuple):
     time: Int[Array, ""]  # tokens behind the prompt so far
 
     def bias(self, beams: int, by_time: Float[Array, "N T"] | None = None) -> Float[Array, "#B #K #G S"]:
-        """What is added to the scores of tokens at `time`: masks, and a bias of each head for keys at each time. K is N,
-        or N G without a writer."""
+        """What is added to the scores of tokens at `time`: masks, and a bias of each head for keys at each time. K is
+        N, or N G without a writer."""
         length = self._length(beams)
         times = jnp.arange(length)
         here = jnp.zeros((1, length)) if by_time is None else by_time
