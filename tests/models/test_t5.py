@@ -211,7 +211,7 @@ def test_presets_have_their_published_size(name: str, millions: float) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [({"n_heads": 0}, "n_heads"), ({"activation": "swish"}, "activation"), ({"n_buckets": 6}, "n_buckets"),
+    [({"n_heads": 0}, "n_heads"), ({"activation": "mystery"}, "activation"), ({"n_buckets": 6}, "n_buckets"),
      ({"max_distance": 4}, "max_distance"), ({"compute": "float16"}, "compute"), ({"start_id": 50}, "start_id")],
 )  # fmt: skip
 def test_config_refuses(fields: dict, words: str) -> None:
