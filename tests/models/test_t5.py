@@ -95,7 +95,7 @@ def test_longer_than_one_block(t5_reference: Reference) -> None:
     close(flaxen.load(t5_reference.directory).logits(ids, decoder, valid), theirs, 2e-5)
 
 
-@pytest.mark.parametrize("form", [{"scan": False}, {"remat": True}, {"scan": False, "remat": True}])
+@pytest.mark.parametrize("form", [{"scan": False}, {"scan": False, "remat": True}])
 def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
     """Also with dropout: a layer's key does not depend on how the stack is run."""
     model = initialise(T5(dataclasses.replace(TINY, dropout=0.2)), 0)
