@@ -44,7 +44,7 @@ class Scene(NamedTuple):
 
 @dataclass(frozen=True)
 class DemoCaption:
-    """Train a small captioner on pictures that it draws, and let it describe scenes it has not seen (about 3 minutes)."""
+    """Train a small captioner on pictures that it draws, and let it describe scenes it has not seen (3 minutes)."""
 
     out: Path = Path("flaxen-demo-caption")
     """Directory for the pictures, the vocabulary and the run. Run again to see its results again."""
