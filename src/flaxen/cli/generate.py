@@ -73,7 +73,7 @@ class Generate:
             raise InputError(f"{self.model} {want}, or --file")
         if sees and self.file is not None:
             folder = Path(self.file).parent
-            prompts = [(id, str(folder / path)) for id, path in prompts]
+            prompts = ((id, str(folder / path)) for id, path in prompts)
         if self.bad_words:
             if pretrained.tokenizer is None:
                 raise InputError("--bad-words needs a checkpoint with a tokenizer")
@@ -121,10 +121,10 @@ class Generate:
             return
         from flaxen.hf import files
 
-        about = files.locate(self.model)
+        of = lambda name: stamps(tuple(sorted(p for p in files.locate(name).iterdir() if p.is_file())))  # noqa: E731
         key = {
-            "model": stamps(tuple(sorted(path for path in about.iterdir() if path.is_file()))), "dtype": self.dtype,
-            "prompts": [*self.text, *map(str, self.image), self.file], "column": self.column, "adapter": self.adapter,
+            "model": of(self.model), "adapter": of(self.adapter) if self.adapter else None, "dtype": self.dtype,
+            "prompts": [*self.text, self.file], "images": stamps(self.image), "column": self.column,
             "options": {name: repr(value) for name, value in options.items()},
             "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
         }  # fmt: skip

@@ -64,7 +64,7 @@ class Optimizer:
     clip: float = 1.0
     """Largest norm of the gradient; a longer one is shortened to it. 0 turns it off."""
     freeze: tuple[str, ...] = ()
-    """Weights that stay as they are, as globs over their paths: 'embedding.*', 'encoder.*' (`flaxen info MODEL`)."""
+    """Weights that stay as they are, as globs over their paths: 'embedding.*', 'encoder.*'; a wrong one lists them."""
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "b1", "b2", "eps", "momentum"):
