@@ -9,14 +9,15 @@ from typing import Any
 import jax
 
 from flaxen.errors import InputError
-from flaxen.hf import captioner, files, gpt2, t5, vit, weightmap
+from flaxen.hf import captioner, files, gpt2, t5, vit, vq, weightmap
 from flaxen.models.captioner import Captioner
 from flaxen.models.captioner import Config as PairConfig
 from flaxen.models.gpt2 import GPT2
 from flaxen.models.t5 import T5
 from flaxen.models.vit import ViT
+from flaxen.models.vq_lm import VQLM
 
-Model = T5 | GPT2 | ViT | Captioner
+Model = T5 | GPT2 | ViT | Captioner | VQLM
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "gpt2": _family(GPT2, gpt2),
     "vit": _family(ViT, vit),
     "vision-encoder-decoder": _family(Captioner, captioner),
+    vq.MODEL_TYPE: _family(VQLM, vq),
 }
 
 

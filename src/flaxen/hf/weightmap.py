@@ -89,7 +89,7 @@ def save(model: Any, rows: Sequence[Row]) -> dict[str, np.ndarray]:
         row, array = by_path[path], np.asarray(leaf)
         slices = array if row.stacked else [array]
         for name, one in zip(row.files(leaf), slices):
-            tensors[name] = np.ascontiguousarray(row.save(one))
+            tensors[name] = np.asarray(row.save(one), order="C")
     return tensors
 
 

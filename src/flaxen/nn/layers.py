@@ -90,16 +90,22 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Scale to unit root mean square: no mean, no bias. Statistics in f32, result in the asked dtype."""
+    """Scale to unit root mean square: no mean; a bias by wish. Statistics in f32, result in the asked dtype."""
 
-    def __init__(self, d: int, epsilon: float, scale: float = 1.0):
+    def __init__(self, d: int, epsilon: float, scale: float = 1.0, bias: bool = False):
         self.weight = constant(d, value=scale)
+        self.bias = constant(d, value=0.0) if bias else None
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
-        x = x.astype(jnp.float32)
-        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        return (y * self.weight[...].astype(jnp.float32)).astype(dtype)
+        y = unit_rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)
+        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(dtype)
+
+
+def unit_rms(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
+    """In f32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
 
 
 class LayerNorm(nnx.Module):
@@ -124,6 +130,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "tanh": jnp.tanh,

@@ -29,8 +29,9 @@ def cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    bias: Float[Array, "V"] | None = None,
 ) -> Sums:
-    """Sum over rows of weight · (-log softmax(hidden · headᵀ)[label]), with label smoothing and z_loss · lse²."""
+    """Sum over rows of weight · (-log softmax(hidden · headᵀ + bias)[label]), with label smoothing and z_loss · lse²."""
     rows, vocab = hidden.shape[0], head.shape[0]
     chunk = min(rows, chunk or max(CHUNK_ROWS, CHUNK_ELEMENTS // vocab))
     n = -(-rows // chunk)
@@ -39,16 +40,17 @@ def cross_entropy(
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(n, chunk, -1)
     labels = jnp.pad(labels, (0, pad)).reshape(n, chunk)
     padded = jnp.pad(weights.astype(jnp.float32), (0, pad)).reshape(n, chunk)
-    loss, correct = _sums(hidden, head.astype(hidden.dtype), labels, padded, (smoothing, z_loss))
+    loss, correct = _sums(hidden, head.astype(hidden.dtype), bias, labels, padded, (smoothing, z_loss))
     return Sums(loss, correct, weights.astype(jnp.float32).sum())
 
 
 def _chunk(
-    hidden: Array, head: Array, labels: Array, weights: Array, law: tuple[float, float]
+    hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
 ) -> tuple[Array, Array, Array, Array]:
     """The sums of one chunk, and what its gradient needs: the logits and their log-sum-exp."""
     smoothing, z_loss = law
     logits = jnp.einsum("RD,VD->RV", hidden, head, preferred_element_type=jnp.float32)
+    logits = logits if bias is None else logits + bias
     lse = jax.nn.logsumexp(logits, axis=-1)
     gold = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     target = gold if smoothing == 0.0 else (1.0 - smoothing) * gold + smoothing * logits.mean(axis=-1)
@@ -58,10 +60,12 @@ def _chunk(
     return loss, correct, logits, lse
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sums(hidden: Array, head: Array, labels: Array, weights: Array, law: tuple[float, float]) -> tuple[Array, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _sums(
+    hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
+) -> tuple[Array, Array]:
     def body(carry: tuple[Array, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
-        loss, correct, _, _ = _chunk(xs[0], head, *xs[1:], law)
+        loss, correct, _, _ = _chunk(xs[0], head, bias, *xs[1:], law)
         return (carry[0] + loss, carry[1] + correct), None
 
     sums, _ = lax.scan(body, (jnp.zeros(()), jnp.zeros(())), (hidden, labels, weights))
@@ -69,36 +73,38 @@ def _sums(hidden: Array, head: Array, labels: Array, weights: Array, law: tuple[
 
 
 def _forward(
-    hidden: Array, head: Array, labels: Array, weights: Array, law: tuple[float, float]
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
+) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
     smoothing, z_loss = law
     vocab = head.shape[0]
 
-    def body(carry: tuple[Array, Array, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple, Array]:
-        total, right, dhead = carry
+    def body(carry: tuple, xs: tuple[Array, Array, Array]) -> tuple[tuple, Array]:
+        total, right, dhead, dbias = carry
         rows, labels, weights = xs
-        loss, correct, logits, lse = _chunk(rows, head, labels, weights, law)
+        loss, correct, logits, lse = _chunk(rows, head, bias, labels, weights, law)
         slope = weights * (1.0 + 2.0 * z_loss * lse)
         dlogits = slope[:, None] * jnp.exp(logits - lse[:, None])
         hit = jnp.arange(vocab) == labels[:, None]
         dlogits = dlogits - weights[:, None] * jnp.where(hit, 1.0 - smoothing + smoothing / vocab, smoothing / vocab)
+        dbias = None if bias is None else dbias + dlogits.sum(axis=0)
         dlogits = dlogits.astype(rows.dtype)
         drows = jnp.einsum("RV,VD->RD", dlogits, head, preferred_element_type=jnp.float32)
         # Kept as [D, V]: rowsᵀ is a small copy, dlogitsᵀ would be a large one (see nn/matmul.py).
         rows_t = lax.optimization_barrier(rows.T)
         dhead = dhead + jnp.einsum("DR,RV->DV", rows_t, dlogits, preferred_element_type=jnp.float32)
-        return (total + loss, right + correct, dhead), drows.astype(rows.dtype)
+        return (total + loss, right + correct, dhead, dbias), drows.astype(rows.dtype)
 
-    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros((head.shape[1], vocab)))
-    (loss, correct, dhead), dhidden = lax.scan(body, start, (hidden, labels, weights))
-    return (loss, correct), (dhidden, dhead.T.astype(head.dtype))
+    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros((head.shape[1], vocab)), None if bias is None else jnp.zeros(vocab))
+    (loss, correct, dhead, dbias), dhidden = lax.scan(body, start, (hidden, labels, weights))
+    return (loss, correct), (dhidden, dhead.T.astype(head.dtype), dbias)
 
 
 def _backward(
-    law: tuple[float, float], residuals: tuple[Array, Array], g: tuple[Array, Array]
-) -> tuple[Array, Array, None, None]:
-    dhidden, dhead = residuals
-    return g[0].astype(dhidden.dtype) * dhidden, g[0].astype(dhead.dtype) * dhead, None, None
+    law: tuple[float, float], residuals: tuple[Array, Array, Array | None], g: tuple[Array, Array]
+) -> tuple[Array, Array, Array | None, None, None]:
+    dhidden, dhead, dbias = residuals
+    scaled = (g[0].astype(dhidden.dtype) * dhidden, g[0].astype(dhead.dtype) * dhead)
+    return *scaled, None if dbias is None else g[0] * dbias, None, None
 
 
 _sums.defvjp(_forward, _backward)

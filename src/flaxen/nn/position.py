@@ -1,4 +1,4 @@
-"""T5's relative positions: distances fall into buckets, each bucket has a bias per head."""
+"""Positions: T5's relative ones, whose distances fall into buckets with a bias per head; and sinusoids."""
 
 import math
 
@@ -39,3 +39,10 @@ class RelativeBias(nnx.Module):
         table = self.weight[...].astype(jnp.float32)
         ids = bucket(distance, self.bidirectional, table.shape[0], self.max_distance)
         return jnp.moveaxis(table[ids], -1, 0)
+
+
+def sinusoids(positions: Int[Array, "*R"], width: int, wavelength: float) -> Float[Array, "*R D"]:
+    """Sines, then cosines, of each position at width / 2 frequencies from 1 down to 1 / wavelength, in f32."""
+    frequencies = 1 / wavelength ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)

@@ -1,0 +1,109 @@
+"""Transformer-VQ on disk: our own config.json and names, since Hugging Face has none; and the original's names."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flaxen.hf.fields import ids, make, one_or_list, read
+from flaxen.hf.files import Tensors
+from flaxen.hf.weightmap import Row, load
+from flaxen.models.vq_lm import VQLM, Config
+from flaxen.tree import leaves
+
+if TYPE_CHECKING:
+    from flaxen.pretrained import Pretrained
+
+MODEL_TYPE = "transformer_vq"
+NOT_SAVED = ("pad_id", "eos_ids", "start_id", "form", "compute", "scan", "remat")  # or saved under other names
+FIELDS = {field.name: field.name for field in dataclasses.fields(Config) if field.name not in NOT_SAVED}
+SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
+# The original's name -> ours. The rest of its settings are of training, or say nothing.
+ORIGINAL = {
+    "n_vocab": "vocab_size", "d_model": "d_model", "d_k": "d_k", "d_v": "d_v", "n_head": "n_heads", "n_layer": "n_layers",
+    "n_code": "n_codes", "block_len": "block", "mem_len": "window", "agg_cache": "aggregate",
+    "grad_thru_cache": "through_cache", "pe_abs": "absolute", "pe_lam": "wavelength", "e_tie": "tied",
+    "e_preln": "norm_out", "e_scale": "logit_scale", "p_dropemb": "embedding_dropout", "p_dropsin": "position_drop",
+    "p_dropres": "dropout", "p_droplyr": "layer_drop", "dtype": "compute",
+}  # fmt: skip
+UNIT = {
+    "norm.weight": "input_ln/g", "norm.bias": "input_ln/b", "q.weight": "q_proj/kernel", "kvg.weight": "kvg_proj/kernel",
+    "r.weight": "r_proj/kernel", "o.weight": "res_proj/kernel", "content": "u", "distance": "v",
+    "codebook.sum": "quantizer/c_sum", "codebook.count": "quantizer/c_count",
+}  # fmt: skip
+
+
+def read_config(json: dict[str, Any], tensors: Tensors | None, what: str = "config.json") -> Config:
+    fields = read(json, FIELDS, Config, SPECIAL, what=what)
+    special = {"pad_id": json.get("pad_token_id", 0), "start_id": json.get("bos_token_id", 1)}
+    return make(Config, {**fields, **special, "eos_ids": ids(json.get("eos_token_id", 1))}, what)
+
+
+def special_ids(config: Config) -> dict[str, Any]:
+    return dict(zip(SPECIAL, (config.pad_id, config.start_id, one_or_list(config.eos_ids))))
+
+
+def write_config(config: Config, dtype: str) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
+    own = {name: fields[name] for name in FIELDS}
+    return {"model_type": MODEL_TYPE, "architectures": ["VQLM"], **own, **special_ids(config), "torch_dtype": dtype}
+
+
+def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
+    """Every leaf under its own path, one tensor for each layer."""
+    return [Row(path, path.replace("layers.", "layers.{i}.")) for path in leaves(VQLM(config))]
+
+
+def spare(name: str, tensors: Tensors) -> bool:
+    return False
+
+
+def original_rows(config: Config) -> list[Row]:
+    """Our leaves and the original's parameters."""
+    table = [
+        Row("embedding.weight", "token_embedder/embs"),
+        Row("scale", "position_embedder/scale"),
+        Row("norm.weight", "out_ln/g"),
+        Row("norm.bias", "out_ln/b"),
+        Row("head.weight", "out_proj/kernel", "d v -> v d"),
+        Row("bias", "token_embedder/bias_out" if config.tied else "out_proj/bias"),
+    ]
+    for half, theirs in (("first", "scanned_attn1"), ("second", "scanned_attn2")):
+        table += [Row(f"layers.{half}.{a}", f"transformer_layers_{{i}}/{theirs}/{b}") for a, b in UNIT.items()]
+    return table
+
+
+def original_config(settings: dict[str, Any]) -> Config:
+    """The original's settings as ours."""
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    fields = {ours: kinds[ours](settings[theirs]) for theirs, ours in ORIGINAL.items() if theirs in settings}
+    return make(Config, {**fields, "reference": True}, "the original's settings")
+
+
+def load_original(flat: dict[str, np.ndarray], config: dict[str, Any]) -> "Pretrained":
+    """A model out of the original's parameters, by their paths joined by '/', and its settings."""
+    from flaxen.pretrained import Pretrained  # which knows this module: the one way back, for the caller's comfort
+
+    ours = original_config(config)
+    # Created by the original whether it is used or not.
+    unused = lambda name: name == "token_embedder/bias_out"  # noqa: E731
+    return Pretrained(load(VQLM(ours), original_rows(ours), _Flat(flat), np.float32, unused))
+
+
+class _Flat(Tensors):
+    """Arrays in memory."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self._arrays = arrays
+
+    def __iter__(self) -> Any:
+        return iter(self._arrays)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return np.shape(self._arrays[name])

@@ -1,0 +1,403 @@
+"""Attention over quantised keys: exact softmax attention to all the past, at a cost linear in its length.
+
+A query sees the last C keys one by one, with a bias for their distance. Keys that have left this window are known by
+their codes alone: all keys with one code have one score, so their number and the mean of their values stand for them.
+Queries go in blocks of W; the result does not depend on W.
+
+Axes: B rows, N heads with keys of their own, G queries for each of them, T tokens = K blocks of W, C window, M codes,
+H size of a key, V size of a value.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+NEVER = -1e30  # a score that weighs nothing, whatever the others
+
+
+class Law(NamedTuple):
+    """What does not change from call to call."""
+
+    window: int  # C
+    block: int  # W
+    aggregate: bool = True  # see keys beyond the window at all
+    through: bool = True  # let gradients pass from block to block
+    documents: bool = False  # see nothing of other documents
+    rounding: str = "float32"  # of counts and means between blocks
+
+
+class Cache(NamedTuple):
+    """What one attention carries from block to block and from call to call. Its size does not depend on the past's."""
+
+    codes: Int[Array, "B N C"]
+    keys: Float[Array, "B N C H"]
+    values: Float[Array, "B N C V"]
+    counts: Float[Array, "B N M"]  # of keys that have left the window
+    means: Float[Array, "B N M V"]  # of their values
+
+    @staticmethod
+    def empty(rows: int, heads: int, window: int, codes: int, d_k: int, d_v: int) -> "Cache":
+        return Cache(
+            jnp.full((rows, heads, window), codes, jnp.int32),
+            jnp.zeros((rows, heads, window, d_k)),
+            jnp.zeros((rows, heads, window, d_v)),
+            jnp.zeros((rows, heads, codes)),
+            jnp.zeros((rows, heads, codes, d_v)),
+        )
+
+
+class Seen(NamedTuple):
+    """Which document each token is of, from 1 on, 0 for padding: of the window, then of the tokens at hand. It is one
+    for all layers. `latest` is the document that the means are of."""
+
+    documents: Int[Array, "B S"]
+    latest: Int[Array, "B"]
+
+    def evictions(self, law: Law) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Bool[Array, "B K W"]]:
+        """For each block: whose means it reads, whether they are kept behind it, which keys then join them."""
+        blocks = (self.documents.shape[1] - law.window) // law.block
+        leaving = self.documents[:, : blocks * law.block].reshape(len(self.latest), blocks, law.block)
+        after = leaving[:, :, -1]
+        before = jnp.concatenate([self.latest[:, None], after[:, :-1]], axis=1)
+        if not law.documents:
+            return before, jnp.ones(before.shape, bool), leaving > 0
+        return before, before == after, (leaving > 0) & (leaving == after[:, :, None])
+
+    def after(self, law: Law) -> "Seen":
+        """What is carried behind these tokens."""
+        latest = self.documents[:, -law.window - 1]
+        return Seen(self.documents[:, self.documents.shape[1] - law.window :], latest)
+
+
+class Operands(NamedTuple):
+    """One head of one row, before it is cut into blocks. Keys and values begin with those of the window."""
+
+    queries: Float[Array, "K R H"]  # R = G · W queries of a block, with what keys are compared to
+    distant: Float[Array, "K R H"]  # and with what distances are
+    keys: Float[Array, "S H"]
+    values: Float[Array, "S V"]
+    table: Float[Array, "G E H"]  # of the distances C, C - 1, … 0
+
+
+class Context(NamedTuple):
+    """The rest of it, through which no gradient goes."""
+
+    codes: Int[Array, "S"]
+    documents: Int[Array, "S"]
+    before: Int[Array, "K"]
+    keep: Bool[Array, "K"]
+    leaving: Bool[Array, "K W"]
+    codebook: Float[Array, "M H"]
+    counts: Float[Array, "M"]
+    means: Float[Array, "M V"]
+
+
+def attend(
+    queries: Float[Array, "B N G T H"],
+    distant: Float[Array, "B N G T H"],
+    codes: Int[Array, "B N T"],
+    keys: Float[Array, "B N T H"],
+    values: Float[Array, "B N T V"],
+    table: Float[Array, "N G E H"],
+    codebook: Float[Array, "N M H"],
+    seen: Seen,
+    cache: Cache,
+    law: Law,
+    parallel: bool = False,
+) -> tuple[Float[Array, "B N G T V"], Cache]:
+    """What each query sees, and the cache behind the last block.
+
+    `parallel` computes all blocks at once: of use where one block cannot fill the hardware.
+    """
+    b, n, g, t, _ = queries.shape
+    blocks = t // law.block
+
+    def split(q: Array) -> Array:  # [B, N, K, R, H]
+        q = q.reshape(b, n, g, blocks, law.block, -1).swapaxes(2, 3)
+        return q.reshape(b, n, blocks, g * law.block, -1)
+
+    codes, keys, values = (
+        jnp.concatenate([lax.stop_gradient(old), new.astype(old.dtype)], axis=2)
+        for old, new in ((cache.codes, codes), (cache.keys, keys), (cache.values.astype(values.dtype), values))
+    )
+    before, keep, leaving = seen.evictions(law)
+    every = lambda a: jnp.broadcast_to(a[:, None], (b, n, *a.shape[1:]))  # noqa: E731
+    operands = Operands(split(queries), split(distant), keys, values, jnp.broadcast_to(table, (b, *table.shape)))
+    shared = (every(a) for a in (seen.documents, before, keep, leaving))
+    context = Context(codes, *shared, jnp.broadcast_to(codebook, (b, *codebook.shape)), cache.counts, cache.means)
+    one = partial(_parallel if parallel else _scanned, law)
+    rows = jax.tree.map(lambda a: a.reshape(b * n, *a.shape[2:]), (operands, lax.stop_gradient(context)))
+    if jax.default_backend() == "cpu":  # one after the other: what they are made of then stays in its cache
+        out, counts, means = lax.map(lambda row: one(*row), rows)
+    else:
+        out, counts, means = jax.vmap(one)(*rows)
+    out = out.reshape(b, n, blocks, g, law.block, -1).swapaxes(2, 3).reshape(b, n, g, t, -1)
+    last = slice(keys.shape[2] - law.window, None)
+    counts, means = counts.reshape(cache.counts.shape), means.reshape(cache.means.shape)
+    after = Cache(codes[:, :, last], keys[:, :, last], values[:, :, last].astype(jnp.float32), counts, means)
+    return out, lax.stop_gradient(after)
+
+
+# One head of one row, block after block. ------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scanned(law: Law, operands: Operands, context: Context) -> tuple[Array, Array, Array]:
+    out, _, _, last = _scan(law, operands, context)
+    return out, *last
+
+
+def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Array, tuple, tuple]:
+    """What is seen, the log-sum-exp of scores, counts and means before each block, and behind the last."""
+
+    def body(carry: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], tuple]:
+        counts, means = carry
+        out, lse = _block(law, *_window(law, operands, context, i), counts, means)
+        return _joined(law, context, operands.values, i, counts, means), (out, lse, counts, means)
+
+    start = (context.counts, context.means)
+    last, (out, lse, *past) = lax.scan(body, start, jnp.arange(len(operands.queries)))
+    return out, lse, tuple(past), last
+
+
+def _scanned_forward(law: Law, operands: Operands, context: Context) -> tuple[tuple, tuple]:
+    out, lse, past, last = _scan(law, operands, context)
+    return (out, *last), (operands, context, out, lse, past)
+
+
+def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array, Array]) -> tuple[Operands, None]:
+    """From the last block to the first. What is carried besides sums is the gradient of the means."""
+    operands, context, out, lse, past = residuals
+
+    def body(carry: tuple[Array, Array, Array, Array], xs: tuple) -> tuple[tuple, tuple]:
+        dkeys, dvalues, dtable, dmeans = carry
+        i, g, out, lse, counts, means = xs
+        window = _window(law, operands, context, i)
+        dq, dd, dk, dv, dt, through = _block_backward(law, *window, counts, means, out, lse, g)
+        if law.through:
+            if law.aggregate:
+                old, new, share = _shares(law, context, i, counts)
+                at = _leaving(law, context.codes, i)
+                moved = (dmeans.at[at].get(mode="fill", fill_value=0.0) * share[:, None]).astype(dv.dtype)
+                dv = dv.at[: law.block].add(moved)
+                dmeans = through + old[:, None] * dmeans
+        else:  # keys and values of the window are what the block before left: constants
+            present = (jnp.arange(len(dk)) >= law.window)[:, None]
+            dk, dv = jnp.where(present, dk, 0.0), jnp.where(present, dv, 0.0)
+        dkeys, dvalues = _add_at(dkeys, dk, i * law.block), _add_at(dvalues, dv, i * law.block)
+        return (dkeys, dvalues, dtable + dt, dmeans), (dq, dd)
+
+    zero = (
+        jnp.zeros_like(operands.keys),
+        jnp.zeros(operands.values.shape, jnp.float32),
+        jnp.zeros_like(operands.table),
+        jnp.zeros_like(context.means),
+    )
+    xs = (jnp.arange(len(out)), gradients[0], out, lse, *past)
+    (dkeys, dvalues, dtable, _), (dq, dd) = lax.scan(body, zero, xs, reverse=True)
+    return Operands(dq, dd, dkeys, dvalues.astype(operands.values.dtype), dtable), None
+
+
+_scanned.defvjp(_scanned_forward, _scanned_backward)
+
+
+def _add_at(sums: Array, more: Array, at: Array) -> Array:
+    there = lax.dynamic_slice_in_dim(sums, at, len(more))
+    return lax.dynamic_update_slice_in_dim(sums, there + more.astype(sums.dtype), at, 0)
+
+
+def _window(law: Law, operands: Operands, context: Context, i: Array) -> tuple:
+    """What block i is computed from, but for counts and means."""
+    size = law.window + law.block
+    cut = lambda a: lax.dynamic_slice_in_dim(a, i * law.block, size)  # noqa: E731
+    documents = cut(context.documents)
+    own = documents[law.window :]
+    rows = (operands.queries[i], operands.distant[i], cut(operands.keys), cut(operands.values), operands.table)
+    return *rows, context.codebook, _visible(law, documents), own == context.before[i] if law.documents else own > 0
+
+
+def _visible(law: Law, documents: Int[Array, "S"]) -> Bool[Array, "W S"]:
+    """Which keys of its window each query of a block sees."""
+    i, j = jnp.arange(law.block)[:, None], jnp.arange(law.window + law.block)
+    band = j <= i + law.window
+    if not law.aggregate:
+        band &= j >= i
+    own = documents[law.window :, None]
+    return band & (documents > 0) & ((documents == own) if law.documents else True)
+
+
+def _scores(
+    law: Law, q: Array, d: Array, k: Array, table: Array, codebook: Array, visible: Array, known: Array, counts: Array
+) -> tuple[Float[Array, "R S"], Float[Array, "R M"] | None]:
+    """Of the keys of the window and of the codes."""
+    groups = len(table)
+    near = _dot(q, k.T) + _skew(law, jax.vmap(_dot)(d.reshape(groups, law.block, -1), table.swapaxes(1, 2)))
+    near = jnp.where(jnp.tile(visible, (groups, 1)), near, NEVER)
+    if not law.aggregate:
+        return near, None
+    bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
+    bias = jnp.where(jnp.tile(known, groups)[:, None], bias, NEVER)
+    return near, _dot(q, codebook.T) + bias
+
+
+def _block(
+    law: Law,
+    q: Float[Array, "R H"],
+    d: Float[Array, "R H"],
+    k: Float[Array, "S H"],
+    v: Float[Array, "S V"],
+    table: Float[Array, "G E H"],
+    codebook: Float[Array, "M H"],
+    visible: Bool[Array, "W S"],
+    known: Bool[Array, "W"],
+    counts: Float[Array, "M"],
+    means: Float[Array, "M V"],
+) -> tuple[Float[Array, "R V"], Float[Array, "R"]]:
+    """What the queries of one block see, and the log-sum-exp of their scores."""
+    near, far = _scores(law, q, d, k, table, codebook, visible, known, counts)
+    top = near.max(-1) if far is None else jnp.maximum(near.max(-1), far.max(-1))
+    e = jnp.exp(near - top[:, None])
+    out, total = _dot(e.astype(v.dtype), v), e.sum(-1)
+    if far is not None:
+        e = jnp.exp(far - top[:, None])
+        out, total = out + _dot(e.astype(v.dtype), means.astype(v.dtype)), total + e.sum(-1)
+    return (out / total[:, None]).astype(v.dtype), top + jnp.log(total)
+
+
+def _block_backward(
+    law: Law,
+    q: Array,
+    d: Array,
+    k: Array,
+    v: Array,
+    table: Array,
+    codebook: Array,
+    visible: Array,
+    known: Array,
+    counts: Array,
+    means: Array,
+    out: Array,
+    lse: Array,
+    g: Array,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Gradients of queries, distant, keys, values, table and means of a block. Scores are made again."""
+    near, far = _scores(law, q, d, k, table, codebook, visible, known, counts)
+    slope = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    p = jnp.exp(near - lse[:, None])
+    ds = p * (_dot(g, v.T) - slope)
+    dv = _dot(_turned(p.astype(v.dtype)), g)
+    dq, dk = _dot(ds, k), _dot(_turned(ds), q)
+    dx, groups = _unskew(law, ds), len(table)
+    dd = jax.vmap(_dot)(dx, table).reshape(d.shape)
+    dtable = jax.vmap(lambda x, d: _dot(_turned(x), d))(dx, d.reshape(groups, law.block, -1))
+    dmeans = jnp.zeros_like(means)
+    if far is not None:
+        p = jnp.exp(far - lse[:, None])
+        ds = p * (_dot(g, means.astype(v.dtype).T) - slope)
+        dq = dq + _dot(ds, codebook)
+        if law.through:
+            dmeans = _dot(_turned(p.astype(v.dtype)), g)
+    return dq, dd, dk, dv, dtable, dmeans
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _turned(a: Array) -> Array:
+    """aᵀ as an array of its own: product kernels of CPUs run at half speed on a transposed left operand."""
+    return lax.optimization_barrier(lax.optimization_barrier(a).T) if jax.default_backend() == "cpu" else a.T
+
+
+def _skew(law: Law, x: Float[Array, "G W E"]) -> Float[Array, "R S"]:
+    """Scores by distance, C first and 0 last, as scores by key: query i of a block finds its row moved i to the right,
+    and 0 where a key is farther than C or ahead."""
+    size = law.window + law.block
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, law.block)))
+    # A row one longer than a row of the result: reading on, each query begins one later.
+    flat = lax.optimization_barrier(x).reshape(len(x), -1)
+    return flat[:, : law.block * size].reshape(-1, size)
+
+
+def _unskew(law: Law, y: Float[Array, "R S"]) -> Float[Array, "G W E"]:
+    """Back again: what _skew takes a value from."""
+    size = law.window + law.block
+    flat = jnp.pad(y.reshape(-1, law.block * size), ((0, 0), (0, law.block)))
+    return lax.optimization_barrier(flat).reshape(-1, law.block, size + 1)[:, :, : law.window + 1]
+
+
+def _leaving(law: Law, a: Array, i: Array) -> Array:
+    """Of the keys that leave the window behind block i."""
+    return lax.dynamic_slice_in_dim(a, i * law.block, law.block)
+
+
+def _shares(law: Law, context: Context, i: Array, counts: Array) -> tuple[Array, Array, Array]:
+    """What remains of the old means, the new counts, and what share of its code's mean each leaving key is."""
+    codes, joins = _leaving(law, context.codes, i), context.leaving[i].astype(jnp.float32)
+    old = counts * context.keep[i]
+    new = old.at[codes].add(joins, mode="drop")
+    least = jnp.maximum(new, 1.0)
+    share = joins / least.at[codes].get(mode="fill", fill_value=1.0)
+    return old / least, new, share
+
+
+def _joined(
+    law: Law, context: Context, values: Array, i: Array, counts: Array, means: Array
+) -> tuple[Float[Array, "M"], Float[Array, "M V"]]:
+    """Counts and means with the keys that leave the window behind block i."""
+    if not law.aggregate:
+        return counts, means
+    old, new, share = _shares(law, context, i, counts)
+    codes, leaving = _leaving(law, context.codes, i), _leaving(law, values, i).astype(jnp.float32)
+    joined = (old[:, None] * means).at[codes].add(leaving * share[:, None], mode="drop")
+    rounded = lambda a: a.astype(law.rounding).astype(jnp.float32)  # noqa: E731
+    return rounded(new), rounded(joined)
+
+
+# One head of one row, all blocks at once. -----------------------------------------------------------------------------
+
+
+def _parallel(law: Law, operands: Operands, context: Context) -> tuple[Array, Array, Array]:
+    """As `_scanned`. Differentiated by JAX, so that each checks the other."""
+    blocks = jnp.arange(len(operands.queries))
+    counts, means, last = _all_joined(law, context, operands.values, len(blocks))
+    if not law.through:
+        counts, means = lax.stop_gradient((counts, means))
+
+    def one(i: Array, counts: Array, means: Array) -> Array:
+        q, d, k, v, *rest = _window(law, operands, context, i)
+        if not law.through:
+            k, v = (jnp.concatenate([lax.stop_gradient(a[: law.window]), a[law.window :]]) for a in (k, v))
+        return _block(law, q, d, k, v, *rest, counts, means)[0]
+
+    return jax.vmap(one)(blocks, counts, means), *last
+
+
+def _all_joined(law: Law, context: Context, values: Array, n: int) -> tuple[Array, Array, tuple[Array, Array]]:
+    """Counts and means before each block, and behind the last, by an associative combination of neighbours."""
+    if not law.aggregate:
+        stay = lambda a: jnp.broadcast_to(a, (n, *a.shape))  # noqa: E731
+        return stay(context.counts), stay(context.means), (context.counts, context.means)
+
+    def alone(i: Array) -> tuple[Array, Array]:
+        nothing = jnp.zeros_like(context.counts)
+        return _joined(law, context, values, i, nothing, jnp.zeros_like(context.means))
+
+    def combine(a: tuple, b: tuple) -> tuple:
+        """Part b behind part a: its keep says whether anything of a is left."""
+        keep_a, count_a, mean_a = a
+        keep_b, count_b, mean_b = b
+        left = count_a * keep_b[..., None]
+        count = left + count_b
+        share = (left / jnp.maximum(count, 1.0))[..., None]
+        return keep_a & keep_b, count, share * mean_a + (1 - share) * mean_b
+
+    first = (jnp.ones((1,), bool), context.counts[None], context.means[None])
+    rest = (context.keep, *jax.vmap(alone)(jnp.arange(n)))
+    parts = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, rest)
+    _, counts, means = lax.associative_scan(combine, parts)
+    return counts[:-1], means[:-1], (counts[-1], means[-1])
