@@ -36,8 +36,8 @@ def run(worker: Worker, most: int) -> None:
     def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
         if len(source) == 1:
             return jax.value_and_grad(lambda model: model.loss(source, labels)[0])(model)
-        of_piece = lambda model, piece, key: model.loss(*piece)[1]  # noqa: E731
-        value, _, gradients = accumulate.value_and_grad(of_piece, model, (source, labels), pieces(source, most))
+        of_piece = lambda model, piece, carry, key: (model.loss(*piece)[1], None)  # noqa: E731
+        value, _, gradients, _ = accumulate.value_and_grad(of_piece, model, (source, labels), pieces(source, most))
         return value, gradients
 
     def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
@@ -90,8 +90,11 @@ class OneBatch:
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def loss(self, model: Any, batch: dict[str, Any], key: Any) -> Any:
-        return model.loss(batch["input_ids"], batch["labels"])[1]
+    def carry(self, rows: int) -> None:
+        return None
+
+    def loss(self, model: Any, batch: dict[str, Any], carry: None, key: Any) -> Any:
+        return model.loss(batch["input_ids"], batch["labels"])[1], None
 
     def written(self, model: Any, path: Any) -> dict[str, float]:
         return {}

@@ -21,8 +21,8 @@ def test_pieces_equal_the_whole(pieces: int) -> None:
     batch = tuple(jnp.asarray(a) for a in random_batch(50, rows=6))
     whole = lambda model: model.loss(batch[0], batch[2], batch[1])[0]  # noqa: E731
     expected, gradient = jax.jit(jax.value_and_grad(whole))(model)
-    loss = lambda model, piece, key: model.loss(piece[0], piece[2], piece[1], key=key)[1]  # noqa: E731
-    mean, sums, ours = jax.jit(lambda model: value_and_grad(loss, model, batch, pieces))(model)
+    loss = lambda model, piece, _, key: (model.loss(piece[0], piece[2], piece[1], key=key)[1], None)  # noqa: E731
+    mean, sums, ours, _ = jax.jit(lambda model: value_and_grad(loss, model, batch, pieces))(model)
     np.testing.assert_allclose(mean, expected, rtol=1e-6)
     assert float(sums.weight) == (np.asarray(batch[2]) >= 0).sum()
     for name, leaf in leaves(gradient).items():
@@ -31,4 +31,4 @@ def test_pieces_equal_the_whole(pieces: int) -> None:
 
 def test_rows_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="4 pieces"):
-        value_and_grad(lambda model, piece, key: None, {}, jnp.zeros((6, 2)), 4)
+        value_and_grad(lambda model, piece, carry, key: None, {}, jnp.zeros((6, 2)), 4)

@@ -42,10 +42,15 @@ class Falling:
             rows = np.arange(first, first + size)
             yield {"value": rows[:, None].astype(np.float32), "weight": (rows < n)[:, None].astype(np.float32)}
 
-    def loss(self, model: Any, batch: dict[str, jax.Array], key: jax.Array | None) -> Sums:
+    def carry(self, rows: int) -> None:
+        return None
+
+    def loss(
+        self, model: Any, batch: dict[str, jax.Array], carry: None, key: jax.Array | None
+    ) -> tuple[Sums, None]:
         w, weight = model["w"][0], batch["weight"]
         each = batch["value"] + w if key is not None else jnp.square(w - BEST) + 0 * batch["value"]
-        return Sums((weight * each).sum(), (weight * (batch["value"] > 4)).sum(), weight.sum())
+        return Sums((weight * each).sum(), (weight * (batch["value"] > 4)).sum(), weight.sum()), None
 
     def written(self, model: Any, path: Path) -> dict[str, float]:
         """The better, the further w is from where the loss wants it."""

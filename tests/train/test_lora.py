@@ -182,8 +182,11 @@ class Memorise:
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
         yield self.batch(0, size)
 
-    def loss(self, model: Any, batch: Any, key: jax.Array | None) -> Sums:
-        return model.loss(batch["ids"], batch["labels"], key=key)[1]
+    def carry(self, rows: int) -> None:
+        return None
+
+    def loss(self, model: Any, batch: Any, carry: None, key: jax.Array | None) -> tuple[Sums, None]:
+        return model.loss(batch["ids"], batch["labels"], key=key)[1], None
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight)}
@@ -217,7 +220,7 @@ def test_training_changes_the_adapter_alone(accumulate: int, rate: float) -> Non
     state, batch, losses = stepper.start(adapter), task.batch(0, 4), []
     for step in range(STEPS):
         if step == STEPS - 1 and not rate:
-            score = task.metrics(stepper.score(state.model, batch))["loss"]
+            score = task.metrics(stepper.score(state.model, batch)[0])["loss"]
         state, report = stepper.update(state, batch)
         losses.append(task.metrics(report.sums)["loss"])
     assert losses[0] - np.mean(losses[-5:]) > 0.8

@@ -95,7 +95,7 @@ class Corpus(Places):
     column: str | None = None
     """The column that holds the text (default: `text` if there is one, else the first)."""
     unit: Unit = "line"
-    """What a document is in .txt: a line, or the lines up to an empty one."""
+    """What a document is in .txt: a line, the lines up to an empty one, or the file, such as a book."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

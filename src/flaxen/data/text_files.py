@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flaxen.data.files import Invalid, Report, decoded, kind_of, lines, named, silent, stamps, stat_of
 from flaxen.data.tables import no_column, rows, text_cell
 
-Unit = Literal["line", "paragraph"]
+Unit = Literal["line", "paragraph", "file"]
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,15 @@ def _paragraphs(path: Path, source: TextFiles, report: Report) -> Iterator[str]:
     for line in chain(lines(decoded(path, source.invalid, report)), [""]):
         if source.unit == "line":
             yield line
+        elif source.unit == "file":
+            paragraph.append(line)
         elif line and not line.isspace():
             paragraph.append(line)
         elif paragraph:
             yield "\n".join(paragraph)
             paragraph = []
+    if source.unit == "file":
+        yield "\n".join(paragraph)
 
 
 def choose_column(wanted: str | None, columns: list[str], where: str) -> str:

@@ -189,6 +189,11 @@ class ByteTokenizer:
         self._added = AddedTokens(self.files, tokens)
         self.size = max(259, 1 + max(self._added.names))
 
+    @classmethod
+    def plain(cls) -> "ByteTokenizer":
+        """Bytes and the three special ids alone, as language models over bytes have them."""
+        return cls({"tokenizer_config.json": b'{"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}'})
+
     def encode(self, text: str, eos: bool = True, specials: bool = True) -> list[int]:
         return self.encode_batch([text], eos, specials)[0]
 

@@ -14,6 +14,7 @@ from flaxen.nn import codebook, full, vq
 from flaxen.nn.codebook import Codebook
 from flaxen.nn.layers import MLP, Embedding, Linear, RMSNorm, dropout, keep_mask, unit_rms
 from flaxen.nn.loss import Sums, cross_entropy
+from flaxen.nn.matmul import contract
 from flaxen.nn.param import constant, stacked
 from flaxen.nn.position import sinusoids
 from flaxen.nn.stack import KEPT, kept, unstack
@@ -134,9 +135,11 @@ class Unit(nnx.Module):
         """Queries [B, N, G, T, H], keys [B, N, T, H], values [B, N, T, V] and the gate [B, T, …]."""
         b, t, n = *x.shape[:2], c.key_heads
         x = self.norm(x, jnp.dtype(c.compute))
-        q, kvg = kept(self.q(x)), kept(self.kvg(x))
-        scale = c.d_k**-0.25
-        k, v, g = jnp.split(kvg, [n * c.d_k, n * (c.d_k + c.d_v)], axis=-1)
+        # One product: the two share their left operand, and the one of queries is thin.
+        weight = jnp.concatenate([self.q.weight[...], self.kvg.weight[...]], axis=1)
+        queries, scale = c.n_heads * c.d_k, c.d_k**-0.25
+        cuts = [queries, queries + n * c.d_k, queries + n * (c.d_k + c.d_v)]
+        q, k, v, g = jnp.split(kept(contract(x, weight, 1)), cuts, axis=-1)
         q = unit_rms(q.reshape(b, t, n, -1, c.d_k), EPSILON).astype(x.dtype) * scale
         k = unit_rms(k.reshape(b, t, n, c.d_k), EPSILON).astype(x.dtype) * scale
         v, gate = v.reshape(b, t, n, c.d_v).swapaxes(1, 2), None

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from flaxen.nn.stack import kept
+
 NEVER = -1e30  # a score that weighs nothing, whatever the others
 
 
@@ -151,33 +153,34 @@ def _scanned(law: Law, operands: Operands, context: Context) -> tuple[Array, Arr
     return out, *last
 
 
-def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Array, tuple, tuple]:
-    """What is seen, the log-sum-exp of scores, counts and means before each block, and behind the last."""
+def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, "Weights", tuple, tuple]:
+    """What is seen, with what weights, counts and means before each block, and behind the last."""
 
     def body(carry: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], tuple]:
         counts, means = carry
-        out, lse = _block(law, *_window(law, operands, context, i), counts, means)
-        return _joined(law, context, operands.values, i, counts, means), (out, lse, counts, means)
+        out, weights = _block(law, *_window(law, operands, context, i), counts, means)
+        return _joined(law, context, operands.values, i, counts, means), (out, weights, counts, means)
 
     start = (context.counts, context.means)
-    last, (out, lse, *past) = lax.scan(body, start, jnp.arange(len(operands.queries)))
-    return out, lse, tuple(past), last
+    last, (out, weights, *past) = lax.scan(body, start, jnp.arange(len(operands.queries)))
+    return out, weights, tuple(past), last
 
 
 def _scanned_forward(law: Law, operands: Operands, context: Context) -> tuple[tuple, tuple]:
-    out, lse, past, last = _scan(law, operands, context)
-    return (out, *last), (operands, context, out, lse, past)
+    out, weights, past, last = _scan(law, operands, context)
+    out, weights, past = jax.tree.map(kept, (out, weights, past))
+    return (out, *last), (operands, context, out, weights, past)
 
 
 def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array, Array]) -> tuple[Operands, None]:
     """From the last block to the first. What is carried besides sums is the gradient of the means."""
-    operands, context, out, lse, past = residuals
+    operands, context, out, weights, past = residuals
 
     def body(carry: tuple[Array, Array, Array, Array], xs: tuple) -> tuple[tuple, tuple]:
         dkeys, dvalues, dtable, dmeans = carry
-        i, g, out, lse, counts, means = xs
-        window = _window(law, operands, context, i)
-        dq, dd, dk, dv, dt, through = _block_backward(law, *window, counts, means, out, lse, g)
+        i, g, out, weights, counts, means = xs
+        window = _window(law, operands, context, i)[:6]
+        dq, dd, dk, dv, dt, through = _block_backward(law, *window, means, out, weights, g)
         if law.through:
             if law.aggregate:
                 old, new, share = _shares(law, context, i, counts)
@@ -197,7 +200,7 @@ def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array,
         jnp.zeros_like(operands.table),
         jnp.zeros_like(context.means),
     )
-    xs = (jnp.arange(len(out)), gradients[0], out, lse, *past)
+    xs = (jnp.arange(len(out)), gradients[0], out, weights, *past)
     (dkeys, dvalues, dtable, _), (dq, dd) = lax.scan(body, zero, xs, reverse=True)
     return Operands(dq, dd, dkeys, dvalues.astype(operands.values.dtype), dtable), None
 
@@ -244,6 +247,14 @@ def _scores(
     return near, _dot(q, codebook.T) + bias
 
 
+class Weights(NamedTuple):
+    """Of keys and codes in what a query sees, before they are divided by their total."""
+
+    near: Float[Array, "*K R S"]
+    far: Float[Array, "*K R M"] | None
+    total: Float[Array, "*K R"]
+
+
 def _block(
     law: Law,
     q: Float[Array, "R H"],
@@ -256,16 +267,16 @@ def _block(
     known: Bool[Array, "W"],
     counts: Float[Array, "M"],
     means: Float[Array, "M V"],
-) -> tuple[Float[Array, "R V"], Float[Array, "R"]]:
-    """What the queries of one block see, and the log-sum-exp of their scores."""
+) -> tuple[Float[Array, "R V"], Weights]:
+    """What the queries of one block see, and how much of each key and code."""
     near, far = _scores(law, q, d, k, table, codebook, visible, known, counts)
     top = near.max(-1) if far is None else jnp.maximum(near.max(-1), far.max(-1))
-    e = jnp.exp(near - top[:, None])
-    out, total = _dot(e.astype(v.dtype), v), e.sum(-1)
+    near = jnp.exp(near - top[:, None])
+    out, total = _dot(near.astype(v.dtype), v), near.sum(-1)
     if far is not None:
-        e = jnp.exp(far - top[:, None])
-        out, total = out + _dot(e.astype(v.dtype), means.astype(v.dtype)), total + e.sum(-1)
-    return (out / total[:, None]).astype(v.dtype), top + jnp.log(total)
+        far = jnp.exp(far - top[:, None])
+        out, total = out + _dot(far.astype(v.dtype), means.astype(v.dtype)), total + far.sum(-1)
+    return (out / total[:, None]).astype(v.dtype), Weights(near, far, total)
 
 
 def _block_backward(
@@ -276,31 +287,27 @@ def _block_backward(
     v: Array,
     table: Array,
     codebook: Array,
-    visible: Array,
-    known: Array,
-    counts: Array,
     means: Array,
     out: Array,
-    lse: Array,
+    weights: Weights,
     g: Array,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """Gradients of queries, distant, keys, values, table and means of a block. Scores are made again."""
-    near, far = _scores(law, q, d, k, table, codebook, visible, known, counts)
+    """Gradients of queries, distant, keys, values, table and means of a block."""
+    g = (g / weights.total[:, None]).astype(v.dtype)  # so weights need not be divided by their sums
     slope = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    p = jnp.exp(near - lse[:, None])
-    ds = p * (_dot(g, v.T) - slope)
-    dv = _dot(_turned(p.astype(v.dtype)), g)
+    near, far = weights.near, weights.far
+    ds = near * (_dot(g, v.T) - slope)
+    dv = _dot(_turned(near.astype(v.dtype)), g)
     dq, dk = _dot(ds, k), _dot(_turned(ds), q)
     dx, groups = _unskew(law, ds), len(table)
     dd = jax.vmap(_dot)(dx, table).reshape(d.shape)
     dtable = jax.vmap(lambda x, d: _dot(_turned(x), d))(dx, d.reshape(groups, law.block, -1))
     dmeans = jnp.zeros_like(means)
     if far is not None:
-        p = jnp.exp(far - lse[:, None])
-        ds = p * (_dot(g, means.astype(v.dtype).T) - slope)
+        ds = far * (_dot(g, means.astype(v.dtype).T) - slope)
         dq = dq + _dot(ds, codebook)
         if law.through:
-            dmeans = _dot(_turned(p.astype(v.dtype)), g)
+            dmeans = _dot(_turned(far.astype(v.dtype)), g)
     return dq, dd, dk, dv, dtable, dmeans
 
 

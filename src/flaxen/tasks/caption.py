@@ -135,9 +135,14 @@ class Caption:
                 print(f"left out of {part}: {name}: {reason}", file=sys.stderr)
         return found, [row for row, _ in failed]
 
-    def loss(self, model: Captioner, batch: dict[str, Array], key: Array | None) -> Sums:
+    def carry(self, rows: int) -> None:
+        return None
+
+    def loss(
+        self, model: Captioner, batch: dict[str, Array], carry: None, key: Array | None
+    ) -> tuple[Sums, None]:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
-        return model.loss(batch["pixels"], batch["labels"], smoothing=smoothing, z_loss=z_loss, key=key)[1]
+        return model.loss(batch["pixels"], batch["labels"], smoothing=smoothing, z_loss=z_loss, key=key)[1], None
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums.loss / sums.weight)

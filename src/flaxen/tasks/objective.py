@@ -85,6 +85,37 @@ class Writing:
 
 
 @dataclass(frozen=True)
+class LanguageObjective:
+    """Predicting what comes next."""
+
+    length: int = 2048
+    """Tokens of a sequence: what is remembered is forgotten behind it. For pictures, all numbers of one."""
+    update: int | None = None
+    """Tokens of an update: a sequence is trained on in so many at a time. Default: the whole sequence."""
+    commit: float = 1e-4
+    """Weight of the distance of keys to their codes."""
+    normalise: Literal["tokens", "positions"] = "tokens"
+    """The loss is a mean over real tokens; or over padding too, as in the original."""
+    codebooks: Literal["random", "data"] = "random"
+    """Start codebooks as noise, as the original does, or by k-means over the keys of the first batch."""
+    continued: bool = False
+    """Evaluate with the state carried from sequence to sequence, as one long text."""
+
+    def __post_init__(self) -> None:
+        update = self.length if self.update is None else self.update
+        if self.length < 1 or update < 1 or self.length % update:
+            raise InputError(
+                f"objective.length={self.length} must be a multiple of objective.update={update}, and both positive"
+            )
+        if self.commit < 0:
+            raise InputError(f"objective.commit must not be negative, got {self.commit}")
+
+    @property
+    def chunk(self) -> int:
+        return self.length if self.update is None else self.update
+
+
+@dataclass(frozen=True)
 class CaptionObjective:
     """Learning to write the captions of pictures."""
 

@@ -27,8 +27,11 @@ class Task(Protocol):
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
         """All validation examples, or the first `limit`, once; the last batch is filled up with rows without labels."""
 
-    def loss(self, model: Any, batch: dict[str, Array], key: Array | None) -> Sums:
-        """Sums over the labels of a batch; noise from `key`, none without."""
+    def carry(self, rows: int) -> Any:
+        """What a batch of so many rows leaves to the next one, before there was any; None if nothing. Rows first."""
+
+    def loss(self, model: Any, batch: dict[str, Array], carry: Any, key: Array | None) -> tuple[Sums, Any]:
+        """Sums over the labels of a batch, and what is carried on; noise from `key`, none without."""
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Exact means out of sums."""

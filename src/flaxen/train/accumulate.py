@@ -8,14 +8,25 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxen.nn.loss import Sums
+from flaxen.tree import first_match, map_leaves
 
 M = TypeVar("M")
 
 
+# Gradients that are sums whatever the number of labels: what codebooks learn from.
+SUMMED = (("*codebook.*", True), ("*", False))
+
+
 def value_and_grad(
-    loss: Callable[[M, Any, Array | None], Sums], model: M, batch: Any, pieces: int, key: Array | None = None
-) -> tuple[Array, Sums, M]:
-    """(mean loss, its sums, gradient of the mean) of `batch`, whose arrays have the rows first.
+    loss: Callable[[M, Any, Any, Array | None], tuple[Sums, Any]],
+    model: M,
+    batch: Any,
+    pieces: int,
+    key: Array | None = None,
+    carry: Any = None,
+) -> tuple[Array, Sums, M, Any]:
+    """(mean loss, its sums, gradient of the mean, what is carried on) of `batch`, whose arrays have the rows first, as
+    those of `carry` have.
 
     Sums add, so pieces with unequal numbers of labels weigh as they should. Each piece draws noise of its own.
     """
@@ -23,17 +34,19 @@ def value_and_grad(
     if len(rows) != 1 or rows.pop() % pieces:
         raise ValueError(f"a batch of {sorted(len(leaf) for leaf in jax.tree.leaves(batch))} rows, {pieces} pieces")
 
-    def total(model: M, piece: Any, key: Array | None) -> tuple[Array, Sums]:
-        sums = loss(model, piece, key)
-        return sums.loss, sums
+    def total(model: M, piece: Any, carry: Any, key: Array | None) -> tuple[Array, tuple[Sums, Any]]:
+        sums, carry = loss(model, piece, carry, key)
+        return sums.loss, (sums, carry)
 
-    def add(carry: tuple[Sums, M], xs: tuple[Any, Array | None]) -> tuple[tuple[Sums, M], None]:
-        (_, sums), gradient = jax.value_and_grad(total, has_aux=True)(model, *xs)
-        return jax.tree.map(jnp.add, carry, (sums, gradient)), None
+    def add(so_far: tuple[Sums, M], xs: tuple[Any, Any, Array | None]) -> tuple[tuple[Sums, M], Any]:
+        (_, (sums, carry)), gradient = jax.value_and_grad(total, has_aux=True)(model, *xs)
+        return jax.tree.map(jnp.add, so_far, (sums, gradient)), carry
 
     keys = None if key is None else jax.random.split(key, pieces)
-    split = jax.tree.map(lambda leaf: leaf.reshape(pieces, -1, *leaf.shape[1:]), batch)
+    split, carried = jax.tree.map(lambda leaf: leaf.reshape(pieces, -1, *leaf.shape[1:]), (batch, carry))
     zero = (Sums(*(jnp.zeros(()) for _ in Sums._fields)), jax.tree.map(jnp.zeros_like, model))
-    (sums, gradient), _ = lax.scan(add, zero, (split, keys))
+    (sums, gradient), carried = lax.scan(add, zero, (split, carried, keys))
+    carried = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), carried)
     weight = jnp.maximum(sums.weight, 1.0)
-    return sums.loss / weight, sums, jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), gradient)
+    mean = lambda path, leaf: leaf if first_match(SUMMED, path) else leaf / weight.astype(leaf.dtype)  # noqa: E731
+    return sums.loss / weight, sums, map_leaves(mean, gradient), carried

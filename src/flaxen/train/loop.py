@@ -23,7 +23,7 @@ from flaxen.train.speed import peak
 from flaxen.train.step import Report, Stepper
 from flaxen.train.tracking import Tracker
 
-LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "bits_per_dim", "word_perplexity")
 Export = Callable[[Any, Path], None]  # writes a model to a directory
 
 
@@ -138,13 +138,18 @@ def train(
 
 
 def evaluate(
-    task: Task, score: Callable[[Any, Any], Sums], model: Any, size: int, limit: int | None = None
+    task: Task,
+    score: Callable[[Any, Any, Any], tuple[Sums, Any]],
+    model: Any,
+    size: int,
+    limit: int | None = None,
 ) -> dict[str, float]:
     """Exact means over the validation examples, whatever the batch size; nothing if there are none."""
-    total = np.zeros(len(Sums._fields))
+    total, carry = np.zeros(len(Sums._fields)), task.carry(size)
     with closing(ahead(jax.device_put, task.evaluation(size, limit))) as batches:
         for batch in batches:
-            total += np.asarray(score(model, batch), np.float64)
+            sums, carry = score(model, batch, carry)
+            total += np.asarray(sums, np.float64)
     return task.metrics(Sums(*total)) if total[-1] else {}
 
 

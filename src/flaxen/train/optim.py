@@ -14,21 +14,31 @@ from flaxen.errors import InputError, nearest
 from flaxen.train.settings import Optimizer, Schedule
 from flaxen.tree import first_match, leaves, map_leaves
 
-DECAYED = (("*norm.weight", False), ("*bias.weight", False), ("*.bias", False), ("*", True))
+DECAYED = (
+    ("*norm.weight", False), ("*bias.weight", False), ("*.bias", False), ("bias", False), ("*.content", False),
+    ("*.distance", False), ("*", True),
+)  # fmt: skip
+CODEBOOKS = (("*codebook.*", True), ("*", False))  # running means: no gradient moves them
 STACKED = (("*layers.*", True), ("*", False))  # whose first axis is the layer
 # Of a weight or of an adapter's first half: [heads, head size], [channels, height, width], one axis elsewhere.
 INPUT_AXES = (("*.o.weight", 2), ("*.o.down", 2), ("*patches.weight", 3), ("*patches.down", 3), ("*", 1))
 # Muon is for matrices that map features to features. The rest, whose rows are looked up or which scale, is Adam's.
-ADAM = ("*embedding.*", "*head.*", "*positions*", "*first", "*norm.weight", "*bias.weight", "*.bias")
+ADAM = (
+    "*embedding.*", "*head.*", "*positions*", "*first", "*norm.weight", "*bias.weight", "*.bias", "bias", "scale",
+    "*.content", "*.distance",
+)  # fmt: skip
 RULE = (*((glob, "adam") for glob in ADAM), ("*", "muon"))
 
 
 def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Array], Array]:
     """The rate of update number `step`, counted from 0. It is never 0: the first and the last update count too."""
+    steps = schedule.steps or steps
     warmup = steps // 50 if schedule.warmup is None else schedule.warmup
     floor = schedule.floor
     if warmup >= steps:
         raise InputError(f"schedule.warmup={warmup} must be less than the {steps} steps of the run")
+    if schedule.reference:
+        return _original_rate(schedule, peak, warmup, steps - warmup)
 
     def progress(t: Array, first: int | float) -> Array:
         return jnp.clip((t - first) / (steps + 1 - first), 0.0, 1.0)
@@ -48,17 +58,98 @@ def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Arra
     return rate
 
 
+def _original_rate(schedule: Schedule, peak: float, warmup: int, n: int) -> Callable[[Array], Array]:
+    """As the original Transformer-VQ has it: the first of a warmup is 0, and inverse-sqrt grows (a mistake of it)."""
+    floor = schedule.floor
+    laws: dict[str, Callable[[Array], Array]] = {
+        "linear": lambda share: 1 - (1 - floor) * share,
+        "cosine": lambda share: floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * share)),
+        "inverse-sqrt": lambda share: floor + (1 - floor) / jnp.sqrt(1 - share),
+    }
+    if schedule.name not in laws:
+        raise InputError(f"schedule.reference knows {', '.join(laws)}, not {schedule.name}")
+
+    def rate(step: Array) -> Array:
+        t = jnp.asarray(step, jnp.float32)
+        return peak * jnp.where(t < warmup, t / max(warmup, 1), laws[schedule.name](jnp.clip((t - warmup) / n, 0, 1)))
+
+    return rate
+
+
 def make(optimizer: Optimizer, rate: Callable[[Array], Array]) -> optax.GradientTransformation:
     """Clip, take the optimizer's direction, decay, scale by the rate. Decay is decoupled: rate · weight_decay · w."""
     chain = [] if optimizer.clip == 0 else [optax.clip_by_global_norm(optimizer.clip)]
     chain += _direction(optimizer)
-    if decay := optimizer.option("weight_decay"):
-        chain.append(optax.add_decayed_weights(decay, mask=_decayed))
-    every = optax.chain(*chain, optax.scale_by_learning_rate(rate))
-    if not optimizer.freeze:
-        return every
-    labels = lambda params: jax.tree.map(lambda one: "frozen" if one else "trained", frozen(optimizer, params))  # noqa: E731
-    return optax.partition({"trained": every, "frozen": optax.set_to_zero()}, labels)
+    decay, scaled = optimizer.option("weight_decay"), optax.scale_by_learning_rate(rate)
+    if optimizer.reference:  # decay is weight_decay · w whatever the rate
+        every = optax.chain(*chain, scaled, optax.add_decayed_weights(-decay, mask=_decayed))
+    elif decay:
+        every = optax.chain(*chain, optax.add_decayed_weights(decay, mask=_decayed), scaled)
+    else:
+        every = optax.chain(*chain, scaled)
+    groups = {
+        "trained": every,
+        "frozen": optax.set_to_zero(),
+        "codebook": running_means(optimizer.codebook, optimizer.restart),
+    }
+
+    def labels(params: Any) -> Any:
+        still = frozen(optimizer, params)
+        names = map_leaves(lambda path, _: "codebook" if first_match(CODEBOOKS, path) else "trained", params)
+        return jax.tree.map(lambda one, name: "frozen" if one else name, still, names)
+
+    def chosen(params: Any) -> optax.GradientTransformation:
+        """One group needs no partition."""
+        return every if set(jax.tree.leaves(labels(params))) == {"trained"} else optax.partition(groups, labels)
+
+    return optax.GradientTransformation(
+        lambda params: chosen(params).init(params),
+        lambda gradient, state, params=None: chosen(params).update(gradient, state, params),
+    )
+
+
+def norm(gradient: Any) -> Array:
+    """Of all that is learnt by gradients."""
+    return optax.tree.norm([leaf for path, leaf in leaves(gradient).items() if not first_match(CODEBOOKS, path)])
+
+
+def running_means(decay: float, restart: float) -> optax.GradientTransformation:
+    """Codebooks: sums and counts become decay · old + (1 - decay) · new, where the gradient is minus the new.
+
+    A code whose count has fallen below `restart` takes half of what one of the fullest has, and a little noise.
+    """
+
+    def update(gradient: Any, state: Array, params: Any = None) -> tuple[Any, Array]:
+        moved = jax.tree.map(lambda g, old: decay * old - (1 - decay) * g, gradient, params)
+        if restart:
+            found = leaves(moved)
+            for path, counts in found.items():
+                if path.endswith("codebook.count"):
+                    place = path.removesuffix("count") + "sum"
+                    key = jax.random.fold_in(jax.random.key(0), state)
+                    found[place], found[path] = _revived(found[place], counts, restart, key)
+            moved = map_leaves(lambda path, _: found[path], moved)
+        return jax.tree.map(jnp.subtract, moved, params), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+def _revived(sums: Array, counts: Array, least: float, key: Array) -> tuple[Array, Array]:
+    """Over the last axis of counts [..., M], with sums [..., M, H]."""
+    dead = counts < least
+    fullest = jnp.argsort(-counts, axis=-1)
+    rank = jnp.argsort(fullest, axis=-1)  # 0 for the fullest code
+    turn = jnp.cumsum(dead, axis=-1) - 1  # the how-manieth dead one
+    donor = jnp.take_along_axis(fullest, jnp.maximum(turn, 0), axis=-1)
+    given = jnp.take_along_axis(counts, donor, axis=-1)
+    revived = dead & (given > 2 * least)
+    # A code gives if it is among the fullest, as many as there are to revive, and has enough for two.
+    gives = (rank < dead.sum(-1, keepdims=True)) & (counts > 2 * least)
+    half = jnp.where(gives, counts / 2, counts)
+    sums = jnp.where(gives[..., None], sums / 2, sums)
+    copied = jnp.take_along_axis(sums, donor[..., None], axis=-2)
+    shaken = copied * (1 + 0.01 * jax.random.normal(key, sums.shape))
+    return jnp.where(revived[..., None], shaken, sums), jnp.where(revived, given / 2, half)
 
 
 def frozen(optimizer: Optimizer, params: Any) -> Any:
@@ -83,7 +174,7 @@ def _direction(optimizer: Optimizer) -> list[optax.GradientTransformation]:
         case "adafactor":
             return [per_matrix(optax.scale_by_factored_rms()), per_matrix(optax.clip_by_block_rms(1.0)), scale]
         case "lion":
-            return [optax.scale_by_lion(option("b1"), option("b2"))]
+            return [optax.scale_by_lion(option("b1"), option("b2"), jnp.bfloat16 if optimizer.reference else None)]
         case "muon":
             adam = optax.scale_by_adam(option("b1"), option("b2"), option("eps"))
             # Scaled to the size of Adam's usual update, so that one learning rate serves both.

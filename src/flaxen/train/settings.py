@@ -31,6 +31,10 @@ class Schedule:
     """Share of the peak that is left at the end (linear, cosine, warmup-stable-decay)."""
     decay: float = 0.1
     """Share of the run in which warmup-stable-decay decays."""
+    steps: int | None = None
+    """Steps that it takes, if not the whole run; the rest is trained at the floor."""
+    reference: bool = False
+    """As the original Transformer-VQ: the first step of the warmup has rate 0; floor 0.1 is its own."""
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 0:
@@ -63,6 +67,12 @@ class Optimizer:
     """Of muon. Default 0.95."""
     clip: float = 1.0
     """Largest norm of the gradient; a longer one is shortened to it. 0 turns it off."""
+    codebook: float = 0.99
+    """Of Transformer-VQ: how much of a codebook's running means each update keeps."""
+    restart: float = 0.0
+    """Of Transformer-VQ: a code whose running count falls below this takes half of a full one's keys. 0: never."""
+    reference: bool = False
+    """As the original Transformer-VQ: weight decay is not scaled by the rate; lion's momentum is in bfloat16."""
     freeze: tuple[str, ...] = ()
     """Weights that stay as they are, as globs over their paths: 'embedding.*', 'encoder.*'; a wrong one lists them."""
 
@@ -73,6 +83,10 @@ class Optimizer:
                 raise InputError(f"optimizer {self.name} has no {name} (it has {known}); leave optimizer.{name} out")
         if self.peak <= 0 or self.clip < 0:
             raise InputError(f"learning_rate must be positive and clip not negative, got {self.peak}, {self.clip}")
+        if not 0 <= self.codebook < 1 or self.restart < 0:
+            raise InputError(
+                f"optimizer.codebook is a share below 1 and restart not negative, got {self.codebook}, {self.restart}"
+            )
 
     def resolved(self) -> "Optimizer":
         """Every number said, so that a record of it does not depend on today's defaults."""

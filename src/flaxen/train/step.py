@@ -23,6 +23,7 @@ class State(NamedTuple):
     step: Array  # how many updates there have been
     model: Any
     optimizer: Any  # optax's state
+    carry: Any = None  # what the last batch leaves to the next, if the task has such a thing
 
 
 class Report(NamedTuple):
@@ -65,10 +66,13 @@ class Stepper:
         self.whole, self.merged, self._base = whole, merged, base
         self._compiled_update = jax.jit(self._update, donate_argnums=0)
         self._compiled_gradient = jax.jit(self._gradient)
-        self._compiled_score = jax.jit(lambda trained, batch, base: task.loss(whole(trained, base), batch, None))
+        self._compiled_score = jax.jit(
+            lambda trained, batch, carry, base: task.loss(whole(trained, base), batch, carry, None)
+        )
 
     def start(self, model: Any) -> State:
-        return State(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model))
+        carry = self.task.carry(self.training.batch_size)
+        return State(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model), carry)
 
     @cached_property
     def base(self) -> Any:
@@ -84,28 +88,29 @@ class Stepper:
         return self._compiled_update(state, batch, self.base)
 
     def gradient(self, state: State, batch: Any) -> tuple[Sums, Any]:
-        return self._compiled_gradient(state, batch, self.base)
+        return self._compiled_gradient(state, batch, self.base)[:2]
 
-    def score(self, trained: Any, batch: Any) -> Sums:
-        """Sums over a batch without noise."""
-        return self._compiled_score(trained, batch, self.base)
+    def score(self, trained: Any, batch: Any, carry: Any = None) -> tuple[Sums, Any]:
+        """Sums over a batch without noise, and what it leaves to the next."""
+        return self._compiled_score(trained, batch, carry, self.base)
 
-    def _gradient(self, state: State, batch: Any, base: Any) -> tuple[Sums, Any]:
+    def _gradient(self, state: State, batch: Any, base: Any) -> tuple[Sums, Any, Any]:
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
-        loss = lambda trained, batch, key: self.task.loss(self.whole(trained, base), batch, key)  # noqa: E731
-        _, sums, gradient = value_and_grad(loss, state.model, batch, self.training.accumulate, key)
+        loss = lambda trained, *rest: self.task.loss(self.whole(trained, base), *rest)  # noqa: E731
+        pieces = self.training.accumulate
+        _, sums, gradient, carry = value_and_grad(loss, state.model, batch, pieces, key, state.carry)
         if self.optimizer.freeze:  # then XLA need not compute theirs
             still = optim.frozen(self.optimizer, gradient)
             gradient = jax.tree.map(lambda one, leaf: jnp.zeros_like(leaf) if one else leaf, still, gradient)
-        return sums, gradient
+        return sums, gradient, carry
 
     def _update(self, state: State, batch: Any, base: Any) -> tuple[State, Report]:
-        sums, gradient = self._gradient(state, batch, base)
+        sums, gradient, carry = self._gradient(state, batch, base)
         changes, memory = self.transform.update(gradient, state.optimizer, state.model)
-        report = Report(sums, optax.tree.norm(gradient), self.rate(state.step))
-        return State(state.step + 1, optax.apply_updates(state.model, changes), memory), report
+        report = Report(sums, optim.norm(gradient), self.rate(state.step))
+        return State(state.step + 1, optax.apply_updates(state.model, changes), memory, carry), report
 
 
-def scorer(task: Task) -> Callable[[Any, Any], Sums]:
-    """Sums over a batch without noise."""
-    return jax.jit(lambda model, batch: task.loss(model, batch, None))
+def scorer(task: Task) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:
+    """Sums over a batch without noise, and what it leaves to the next."""
+    return jax.jit(lambda model, batch, carry: task.loss(model, batch, carry, None))
