@@ -22,6 +22,19 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         fresh.unlink(missing_ok=True)
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """A file of these bytes, in the place of an older one; all of it or nothing."""
+    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        with fresh.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """To the disk, so that a power cut after a rename finds full files."""
     handle = os.open(path, os.O_RDONLY)

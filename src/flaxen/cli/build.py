@@ -1,27 +1,31 @@
 """From settings to the things that train: tokenizer, model, data, task."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flaxen.cli.settings import CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings, Start
+from flaxen.cli.settings import CaptionSettings, DenoiseSettings, LanguageSettings, Seq2SeqSettings, Settings, Start
 from flaxen.data.captions import Captions, open_captions
 from flaxen.data.images import Processor
 from flaxen.data.pair_store import open_pairs
 from flaxen.data.store import open_corpus
+from flaxen.data.stream_store import open_streams
+from flaxen.data.streams import Streamed
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
 from flaxen.hf import families, files, peft
 from flaxen.hf.families import Model
-from flaxen.models import captioner, gpt2, t5, vit
+from flaxen.models import captioner, gpt2, t5, vit, vq_lm
 from flaxen.nn.param import initialise
 from flaxen.pretrained import Pretrained, cache_compilations, load
 from flaxen.tasks.caption import Caption
 from flaxen.tasks.denoise import Denoise
-from flaxen.tasks.objective import CaptionObjective, Writing
+from flaxen.tasks.language import Language
+from flaxen.tasks.objective import CaptionObjective, LanguageObjective, Writing
 from flaxen.tasks.seq2seq import Seq2Seq
 from flaxen.train import lora
 from flaxen.train.optim import frozen
@@ -29,7 +33,7 @@ from flaxen.train.settings import LoRA
 from flaxen.train.step import Stepper
 from flaxen.tree import leaves, map_leaves
 
-TaskOf = Denoise | Seq2Seq | Caption
+TaskOf = Denoise | Seq2Seq | Caption | Language
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,18 @@ class Built:
     initial: Callable[[], Any]  # what to start from, made when it is needed
     export: Callable[[Any, Path], None]  # writes what is trained to a directory
     facts: dict[str, Any]  # what the settings came to: data, lengths, sizes
+    finish: Callable[[Path], None] = lambda run: None  # what else a run directory gets at its end
 
 
 def build(settings: Settings) -> Built:
     cache_compilations()
     begin = start(settings.model)
-    weights = partial(_initial, settings.model, begin.config, settings.training.seed)
     task = make_task(settings, begin)
+    begin = dataclasses.replace(begin, config=task.config) if isinstance(task, Language) else begin
+    weights = partial(_initial, settings.model, begin.config, settings.training.seed)
+    if isinstance(task, Language) and settings.model.init is None:
+        make_weights, task_of = weights, task
+        weights = lambda: task_of.started(make_weights())  # noqa: E731
     make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
     abstract = begin.model
     facts = task.facts | {"model": dataclasses.asdict(begin.config)}
@@ -72,7 +81,8 @@ def build(settings: Settings) -> Built:
         stepper = make()
         frozen(settings.optimizer, abstract)  # globs that match nothing fail now
         export = lambda model, directory: _whole(begin, model).save(directory)  # noqa: E731
-        return Built(begin, task, stepper, abstract, weights, export, facts | {"steps": stepper.steps})
+        finish = _draw_codebooks if isinstance(task, Language) and begin.config.attention == "vq" else lambda run: None
+        return Built(begin, task, stepper, abstract, weights, export, facts | {"steps": stepper.steps}, finish)
     if settings.optimizer.name in ("adamw-rms", "adafactor"):
         raise InputError(
             f"optimizer {settings.optimizer.name} scales updates by the weights, and those of an adapter start at 0; "
@@ -103,6 +113,8 @@ def make_task(settings: Settings, begin: Beginning) -> TaskOf:
     seed, tokenizer = settings.training.seed, begin.tokenizer
     if isinstance(settings, CaptionSettings):
         return captions_task(settings.data, settings.objective, settings.writing, begin, seed)
+    if isinstance(settings, LanguageSettings):
+        return language_task(settings.data, settings.objective, begin, seed)
     check_kind(begin, t5.T5, "a T5, mT5, ByT5 or LongT5")
     if isinstance(settings, DenoiseSettings):
         return Denoise(begin.config, settings.objective, tokenizer, *open_corpus(settings.data, tokenizer), seed)
@@ -119,6 +131,33 @@ def captions_task(
     return Caption(begin.config, objective, writing, begin.tokenizer, begin.processor, *open_captions(data), seed)
 
 
+def language_task(
+    data: Streamed, objective: LanguageObjective, begin: Beginning, seed: int, split: str = "validation"
+) -> Language:
+    check_kind(begin, vq_lm.VQLM, "a Transformer-VQ")
+    opened = open_streams(data, begin.tokenizer)
+    config = begin.config
+    if config.image and opened.shape != config.image:
+        raise InputError(f"the model writes pictures of shape {config.image}, the data has {opened.shape or 'none'}")
+    if data.kind != "text" and config.vocab_size < 259:
+        raise InputError(f"{data.kind} have ids up to 258, and the model's vocabulary ends at {config.vocab_size - 1}")
+    config = dataclasses.replace(config, image=opened.shape)
+    return Language(config, objective, begin.tokenizer, opened, seed, split)
+
+
+def _draw_codebooks(run: Path) -> None:
+    """A picture, if the library that draws is there."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        print("no codebooks.png: it needs matplotlib (pip install 'flaxen[plots]')", file=sys.stderr)
+        return
+    from flaxen.cli.plots import codebooks
+
+    model = load(run / "model").model
+    codebooks(model, run / "codebooks.png")
+
+
 def check_kind(begin: Beginning, kind: type, name: str) -> None:
     if not isinstance(begin.model, kind):
         raise InputError(f"this task is for {name}; the model is a {type(begin.model).__name__}")
@@ -129,6 +168,8 @@ def start(model: Start) -> Beginning:
     generation: dict[str, Any] = {}
     processor: Processor | None = None
     if model.init is not None:
+        if model.fields:
+            raise InputError("model.fields changes a preset; a checkpoint is what it is")
         directory = files.locate(model.init)
         stored = families.read(directory)
         config, generation, processor = stored.config, stored.generation, Processor.read(directory)
@@ -141,12 +182,14 @@ def start(model: Start) -> Beginning:
                 "they do not belong together"
             )
     else:
-        config = _preset(model.preset) if model.preset else _config_file(model.config)
-        if model.tokenizer is None and not (model.preset or "").startswith("byt5"):
+        config = _changed(_preset(model.preset) if model.preset else _config_file(model.config), model.fields)
+        if model.tokenizer is None and not (model.preset or "").startswith(("byt5", "vq")):
             raise InputError(
                 "a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes"
             )
-        tokenizer = named_tokenizer(model.tokenizer or "bytes")
+        name = model.tokenizer or "bytes"
+        plain = name == "bytes" and isinstance(config, vq_lm.Config)
+        tokenizer = ByteTokenizer.plain() if plain else named_tokenizer(name)
         config = _for_tokenizer(config, tokenizer)
     config = families.computing(config, compute=model.compute, remat=model.remat)
     if model.dropout is not None:
@@ -163,6 +206,8 @@ def _for_tokenizer(config: Any, tokenizer: Tokenizer) -> Any:
     if isinstance(config, captioner.Config):
         return dataclasses.replace(config, decoder=_for_tokenizer(config.decoder, tokenizer))
     ids: dict[str, Any] = {"pad_id": tokenizer.pad_id, "eos_ids": (tokenizer.eos_id,), "start_id": tokenizer.pad_id}
+    if isinstance(config, vq_lm.Config):  # every text begins behind the end of another
+        return dataclasses.replace(config, vocab_size=tokenizer.size, **{**ids, "start_id": tokenizer.eos_id})
     return dataclasses.replace(config, vocab_size=-(-tokenizer.size // 128) * 128, **ids)
 
 
@@ -187,7 +232,28 @@ def named_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS}
+PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS, **vq_lm.PRESETS}
+
+
+def _changed(config: Any, fields: tuple[str, ...]) -> Any:
+    """A configuration with some fields changed, each given as name=value."""
+    known = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    changes: dict[str, Any] = {}
+    for one in fields:
+        name, equals, value = one.partition("=")
+        if name not in known or not equals:
+            raise InputError(
+                f"model.fields {one!r}: expected name=value{nearest(name, known)}; there are {', '.join(known)}"
+            )
+        try:
+            truths = {"true": True, "false": False, "1": True, "0": False}
+            changes[name] = truths[value.lower()] if known[name] is bool else known[name](value)
+        except (KeyError, ValueError):
+            raise InputError(f"model.fields {name} must be {known[name].__name__}, got {value!r}") from None
+    try:
+        return dataclasses.replace(config, **changes)
+    except ValueError as error:
+        raise InputError(f"model.fields: {error}") from None
 
 
 def _preset(name: str) -> Any:

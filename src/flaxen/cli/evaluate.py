@@ -12,8 +12,9 @@ import tyro
 from flaxen.data.captions import Captions
 from flaxen.data.corpus import Corpus
 from flaxen.data.pairs import Pairs
+from flaxen.data.streams import Streamed
 from flaxen.generate.options import Options
-from flaxen.tasks.objective import CaptionObjective, Objective, PairObjective, Writing
+from flaxen.tasks.objective import CaptionObjective, LanguageObjective, Objective, PairObjective, Writing
 
 if TYPE_CHECKING:
     from flaxen.cli.build import Beginning
@@ -156,3 +157,28 @@ class EvalCaption(Eval):
         n = len(task.sets["validation"])
         print(f"{min(n, self.examples or n) - len(task.unreadable):,} pictures", file=sys.stderr)
         print(json.dumps(values))
+
+
+@dataclass(frozen=True)
+class EvalLanguage(Eval):
+    """Loss of a Transformer-VQ in nats, bits per byte or per dimension, and word perplexity."""
+
+    data: Streamed = field(default_factory=Streamed)
+    objective: LanguageObjective = field(default_factory=LanguageObjective)
+    split: Literal["validation", "test"] = "validation"
+
+    def run(self, given: set[str]) -> None:
+        from flaxen.cli.build import language_task
+        from flaxen.errors import InputError
+
+        begin = self.begin()
+        own = getattr(self.data, self.split)
+        places = self.data
+        if own and not self.data.train:  # then nothing else is read
+            places = dataclasses.replace(self.data, train=own)
+        task = language_task(places, self.objective, begin, 0, self.split)
+        if not task.validation_sequences:
+            raise InputError(f"there is nothing to evaluate on; name files with --data.{self.split}")
+        for note in task.notes(self.batch_size):
+            print(note, file=sys.stderr)
+        print(json.dumps({"split": self.split} | self.measure(task, self.weights())))

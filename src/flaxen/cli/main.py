@@ -11,13 +11,13 @@ from flaxen.cli import recipe
 from flaxen.cli.compose import Compose, Merge
 from flaxen.cli.demo import Demo
 from flaxen.cli.demo_caption import DemoCaption
-from flaxen.cli.evaluate import EvalCaption, EvalDenoise, EvalSeq2Seq
+from flaxen.cli.evaluate import EvalCaption, EvalDenoise, EvalLanguage, EvalSeq2Seq
 from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
 from flaxen.cli.info import Info
-from flaxen.cli.preview import PreviewCaption, PreviewDenoise, PreviewSeq2Seq
+from flaxen.cli.preview import PreviewCaption, PreviewDenoise, PreviewLanguage, PreviewSeq2Seq
 from flaxen.cli.replay import Replay
-from flaxen.cli.train import TrainCaption, TrainDenoise, TrainSeq2Seq
+from flaxen.cli.train import TrainCaption, TrainDenoise, TrainLanguage, TrainSeq2Seq
 from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError
 
@@ -27,13 +27,16 @@ COMMANDS = {
     "vocab": Vocab,
     "preview seq2seq": PreviewSeq2Seq,
     "preview caption": PreviewCaption,
+    "preview language": PreviewLanguage,
     "preview": PreviewDenoise,
     "train denoise": TrainDenoise,
     "train seq2seq": TrainSeq2Seq,
     "train caption": TrainCaption,
+    "train language": TrainLanguage,
     "eval denoise": EvalDenoise,
     "eval seq2seq": EvalSeq2Seq,
     "eval caption": EvalCaption,
+    "eval language": EvalLanguage,
     "replay": Replay,
     "export": Export,
     "compose": Compose,
@@ -41,7 +44,7 @@ COMMANDS = {
     "generate": Generate,
     "info": Info,
 }
-ABOUT = """T5, mT5, ByT5, LongT5, GPT-2 and ViT + GPT-2 captioners in JAX: train, evaluate, generate.
+ABOUT = """T5, mT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX: train, evaluate, generate.
 Hugging Face checkpoints in and out.
 
 Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1."""

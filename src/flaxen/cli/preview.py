@@ -1,11 +1,11 @@
-"""flaxen preview [seq2seq | caption]: what the model will see, before any training."""
+"""flaxen preview [seq2seq | caption | language]: what the model will see, before any training."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
 
-from flaxen.cli.settings import CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings
+from flaxen.cli.settings import CaptionSettings, DenoiseSettings, LanguageSettings, Seq2SeqSettings, Settings
 from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking
 
 
@@ -61,5 +61,12 @@ class PreviewSeq2Seq(Preview, Seq2SeqSettings):
 @dataclass(frozen=True)
 class PreviewCaption(Preview, CaptionSettings):
     """Show which pictures there are, with their captions. Flags and recipes are those of training."""
+
+    optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)
+
+
+@dataclass(frozen=True)
+class PreviewLanguage(Preview, LanguageSettings):
+    """Show pieces of what the model will predict. Flags and recipes are those of training."""
 
     optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)

@@ -10,8 +10,9 @@ from flaxen.cli.recipe import from_dict
 from flaxen.data.captions import Captions
 from flaxen.data.corpus import Corpus
 from flaxen.data.pairs import Pairs
+from flaxen.data.streams import Streamed
 from flaxen.errors import InputError
-from flaxen.tasks.objective import CaptionObjective, Objective, PairObjective, Writing
+from flaxen.tasks.objective import CaptionObjective, LanguageObjective, Objective, PairObjective, Writing
 from flaxen.train.run import read_config
 from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking, Training
 
@@ -27,8 +28,10 @@ class Start:
     captioner, two of them: vit-mini+gpt2-mini."""
     config: Path | None = None
     """Start from random weights: a config.json of Hugging Face."""
+    fields: tuple[str, ...] = ()
+    """Changes to the preset's configuration, as name=value: d_model=256 n_layers=4 attention=full."""
     tokenizer: str | None = None
-    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's; `bytes` for ByT5 presets."""
+    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's; `bytes` for ByT5 and VQ presets."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Of the products. Weights, optimizer state, norms, softmax and loss stay in float32."""
     dropout: float | None = None
@@ -97,10 +100,24 @@ class CaptionSettings(Settings):
     writing: Writing = field(default_factory=Writing)
 
 
+PRE_TRAINING: Any = field(default_factory=lambda: Optimizer(name="adamw", learning_rate=1e-3, b2=0.98))
+
+
+@dataclass(frozen=True)
+class LanguageSettings(Settings):
+    """Everything that a run of a language model depends on."""
+
+    optimizer: Optimizer = PRE_TRAINING
+    task: tyro.conf.Suppress[Literal["language"]] = "language"
+    data: Streamed = field(default_factory=Streamed)
+    objective: LanguageObjective = field(default_factory=LanguageObjective)
+
+
 TASKS: dict[str, type[Settings]] = {
     "denoise": DenoiseSettings,
     "seq2seq": Seq2SeqSettings,
     "caption": CaptionSettings,
+    "language": LanguageSettings,
 }
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from flaxen.cli.recipe import to_dict
-from flaxen.cli.settings import FINE_TUNING, CaptionSettings, DenoiseSettings, Seq2SeqSettings, Settings
+from flaxen.cli.settings import (
+    FINE_TUNING,
+    PRE_TRAINING,
+    CaptionSettings,
+    DenoiseSettings,
+    LanguageSettings,
+    Seq2SeqSettings,
+    Settings,
+)
 from flaxen.train.settings import Optimizer
 
 CALL = ("recipe", "print_config", "quiet")  # what belongs to a call and not to the run
@@ -52,6 +60,7 @@ class Train(Settings):
                 print(*built.task.notes(self.training.batch_size), sep="\n", file=sys.stderr)
             tracked = tracking.trackers(self.tracking, self.out, self.settings())
             train(run, built.stepper, built.abstract, initial, tracked, built.export, self.quiet)
+            built.finish(self.out)
 
 
 @dataclass(frozen=True)
@@ -69,3 +78,10 @@ class TrainCaption(Train, CaptionSettings):
     """Train a captioner, ViT + GPT-2, on pictures with captions."""
 
     optimizer: Optimizer = FINE_TUNING  # again: Train comes first, and has another
+
+
+@dataclass(frozen=True)
+class TrainLanguage(Train, LanguageSettings):
+    """Train a Transformer-VQ to predict text, bytes or pixels."""
+
+    optimizer: Optimizer = PRE_TRAINING  # again: Train comes first, and has another

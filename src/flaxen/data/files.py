@@ -23,12 +23,12 @@ def silent(position: int) -> None:
     """No report."""
 
 
-def find_files(patterns: Iterable[str]) -> tuple[Path, ...]:
-    """The file of each name, or those a glob matches, sorted."""
-    return tuple(path for pattern in patterns for path in _find(pattern))
+def find_files(patterns: Iterable[str], any_kind: bool = False) -> tuple[Path, ...]:
+    """The file of each name, or those a glob matches, sorted; of a kind that holds text, unless any will do."""
+    return tuple(path for pattern in patterns for path in _find(pattern, any_kind))
 
 
-def _find(pattern: str) -> list[Path]:
+def _find(pattern: str, any_kind: bool) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
         raise InputError(f"{pattern} is a directory; expected files, such as '{pattern.rstrip('/')}/*.txt'")
@@ -40,7 +40,7 @@ def _find(pattern: str) -> list[Path]:
         found = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if not Path(p).is_dir()]
     if not found:
         raise InputError(f"no file matches {pattern!r}; check the directory and the extension")
-    for path in found:
+    for path in [] if any_kind else found:
         if kind_of(path) not in KINDS or (packed(path) and kind_of(path) == ".parquet"):
             kinds = f"{', '.join(KINDS)}, and .gz behind all but the last"
             raise InputError(f"{path}: expected a name that ends in {kinds}; rename or convert it")

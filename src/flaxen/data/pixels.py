@@ -21,7 +21,7 @@ def open_pixels(places: tuple[str, ...], size: int | None) -> np.ndarray:
                 raise InputError(f"{folder} holds no picture ({', '.join(PICTURES)})")
             paths += found
         else:
-            paths += find_files((place,))
+            paths += find_files((place,), any_kind=True)
     parts = [_of_file(path, size) for path in paths]
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) != 1:

@@ -34,7 +34,7 @@ UNIT = {
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None, what: str = "config.json") -> Config:
-    fields = read(json, FIELDS, Config, SPECIAL, what=what)
+    fields = read({**json, "image": tuple(json.get("image", ()))}, FIELDS, Config, SPECIAL, what=what)
     special = {"pad_id": json.get("pad_token_id", 0), "start_id": json.get("bos_token_id", 1)}
     return make(Config, {**fields, **special, "eos_ids": ids(json.get("eos_token_id", 1))}, what)
 

@@ -51,6 +51,7 @@ class Config:
     dropout: float = 0.0  # behind each unit
     position_drop: float = 0.0  # of the sinusoids that distances are seen by; one draw for a sequence
     layer_drop: float = 0.0  # of whole units; one draw for a sequence
+    image: tuple[int, ...] = ()  # height, width and channels of the pictures that it writes, if it does
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 1

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from flaxen.data.order import examples
-from flaxen.data.streams import Opened, Stream, pieces
+from flaxen.data.stream_store import Opened, Stream, pieces
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
 from flaxen.models import vq_lm

@@ -3,6 +3,7 @@
 config.toml    every setting, resolved          checkpoints/   to go on from
 run.json       model, data, versions, machine   model/  best/  in Hugging Face form
 metrics.jsonl  one record per line              predictions/   what it wrote at each evaluation
+codebooks.png  of a Transformer-VQ: which codes are used, and how alike they are
 """
 
 import fcntl
@@ -31,6 +32,7 @@ CONTENTS = (
     "model",
     "best",
     "predictions",
+    "codebooks.png",
     "events.*",
     ".*.partial",
 )
