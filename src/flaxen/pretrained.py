@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from flaxen.generate.run import Generator
 from flaxen.generate.search import ended
 from flaxen.hf import families, files, peft
 from flaxen.hf.families import Model
+from flaxen.hf.vq_memory import Memory
+from flaxen.models import vq_lm
 from flaxen.models.captioner import Captioner
 from flaxen.models.captioner import Config as PairConfig
 from flaxen.models.gpt2 import GPT2
@@ -28,12 +31,15 @@ from flaxen.models.gpt2_decoding import Decoding as GPT2Decoding
 from flaxen.models.t5 import T5
 from flaxen.models.t5_decoding import Decoding as T5Decoding
 from flaxen.models.vit import ViT
+from flaxen.models.vq_decoding import Decoding as VQDecoding
+from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
 from flaxen.train import lora
 from flaxen.tree import leaves, map_leaves
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-DECODING: dict[type, Any] = {T5: T5Decoding, GPT2: GPT2Decoding, Captioner: CaptionDecoding}
+DECODING: dict[type, Any] = {T5: T5Decoding, GPT2: GPT2Decoding, Captioner: CaptionDecoding, VQLM: VQDecoding}
+ALONE = (GPT2, VQLM)  # they go on with a prompt, and need none
 Prompts = (
     str | os.PathLike[str] | Sequence[Any] | np.ndarray
 )  # texts, lists of ids, or pictures: paths, PIL images, arrays of pixels
@@ -78,16 +84,19 @@ class Pretrained:
             return np.asarray(_logits(self.model, jnp.asarray(ids), jnp.asarray(decoder_ids), mask))
         return np.asarray(_logits(self.model, jnp.asarray(ids), None, mask))
 
-    def generate(self, prompts: Prompts, *, batch_size: int = 16, **options: Any) -> list[Generated]:
-        """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`."""
+    def generate(
+        self, prompts: Prompts, *, batch_size: int = 16, memory: Memory | None = None, **options: Any
+    ) -> list[Generated]:
+        """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`. A
+        Transformer-VQ can go on from a `memory`, with one prompt that may be empty."""
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
         generator = self._generator(options)
-        outputs = generator.outputs(self._batches(prompts, batch_size, generator.options.max_new_tokens))
+        outputs = generator.outputs(self._batches(prompts, batch_size, generator.options.max_new_tokens, memory))
         return [Generated(decode(one.tokens), *one) for one in sorted(outputs, key=lambda one: one.prompt)]
 
-    def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Any, memory: Memory | None = None, **options: Any) -> Iterator[str]:
         """The text of one output, piece by piece as it is made."""
         generator = self._generator(options)
         chosen = generator.options
@@ -95,7 +104,7 @@ class Pretrained:
             raise InputError("a stream has one sequence: leave num_beams and num_return_sequences at 1")
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer; use generate() with ids")
-        ((rows, inputs),) = self._batches([prompt], 1, chosen.max_new_tokens)
+        ((rows, inputs),) = self._batches([prompt], 1, chosen.max_new_tokens, memory)
         search, said = generator.begin(rows, inputs), ""
         first = int(search.begun)
         for n in range(1, chosen.max_new_tokens + 1):
@@ -109,8 +118,36 @@ class Pretrained:
             if over:
                 return
 
-    def _batches(self, prompts: Prompts, batch_size: int, new: int) -> Iterator[tuple[np.ndarray, Any]]:
+    def remember(self, prompt: str | Sequence[int], memory: Memory | None = None) -> Memory:
+        """What a Transformer-VQ keeps of a text, to go on from at any time. Its size is that of any other."""
+        if not isinstance(self.model, VQLM) or self.config.attention != "vq":
+            raise InputError("only a Transformer-VQ with attention vq keeps a memory")
+        (ids,) = self.encode([prompt]) if memory is None else [self._more(prompt)]
+        read = list(memory.unread if memory else ()) + ids
+        state = vq_lm.empty(self.config, 1) if memory is None else memory.state
+        first, before = 0, read[:-1]  # the last one is read when something is to follow it
+        while first < len(before):
+            n = self.config.block * ((len(before) - first) // self.config.block) or len(before) - first
+            state = _read(self.model, min(n, self.config.block), jnp.asarray([before[first : first + n]]), state)
+            first += n
+        return Memory(state, tuple(read[-1:]))
+
+    def _more(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return self._checked(prompt, "prompt", axes=1).tolist()
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer files; give lists of ids instead of texts")
+        return self.tokenizer.encode(prompt, eos=False) if prompt else []
+
+    def _batches(
+        self, prompts: Prompts, batch_size: int, new: int, memory: Memory | None = None
+    ) -> Iterator[tuple[np.ndarray, Any]]:
         """The inputs of some prompts at a time, with their numbers."""
+        if memory is not None:
+            (prompt,) = [prompts] if isinstance(prompts, str) else prompts
+            now = self.remember(prompt, memory)
+            yield np.zeros(1, np.int32), (np.array([now.unread], np.int32), np.ones((1, 1), bool), now.state)
+            return
         if isinstance(self.model, Captioner):
             pictures = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
             for rows in groups(range(len(pictures)), batch_size):
@@ -125,7 +162,8 @@ class Pretrained:
                         f"prompt {i} has {len(ids):,} tokens and max_new_tokens={new:,} are to follow, but the model "
                         f"has {limit:,} positions; shorten it, or ask for fewer"
                     )
-        yield from batches(encoded, batch_size, self.config.pad_id, left=isinstance(self.model, GPT2))
+        for rows, inputs in batches(encoded, batch_size, self.config.pad_id, left=isinstance(self.model, ALONE)):
+            yield rows, (*inputs, None) if isinstance(self.model, VQLM) else inputs
 
     def pixels(self, pictures: Any) -> np.ndarray:
         """Pictures as the model takes them, [B, C, height, width]: paths, PIL images, or arrays that are so already."""
@@ -155,7 +193,7 @@ class Pretrained:
         prompts = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
         if prompts and isinstance(prompts[0], int | np.integer):
             raise InputError("prompts are texts or lists of ids, got a bare list of ids; wrap it in a list")
-        alone = isinstance(self.model, GPT2)  # it goes on with a prompt, and needs none
+        alone = isinstance(self.model, ALONE)
         encoded = []
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):
@@ -164,6 +202,8 @@ class Pretrained:
                 ids = self.tokenizer.encode(prompt, eos=not alone)
             else:
                 ids = self._checked(prompt, f"prompt {i}", axes=1).tolist()
+            if isinstance(self.model, VQLM) and isinstance(prompt, str):
+                ids = [self.config.start_id, *ids]  # as every text that it was trained on begins
             if alone:
                 encoded.append(ids or [self.config.start_id])
                 continue
@@ -207,6 +247,14 @@ class Pretrained:
             wrong = array.min() if array.min() < 0 else array.max()
             raise InputError(f"{what}: id {wrong} is not in 0 … {self.config.vocab_size - 1}, the model's vocabulary")
         return array.astype(np.int32)
+
+
+@partial(jax.jit, static_argnames="block")
+def _read(model: VQLM, block: int, ids: jax.Array, state: vq_lm.State) -> vq_lm.State:
+    """The state behind some tokens, which block does not change."""
+    config = dataclasses.replace(model.config, block=block)
+    sized = jax.tree.unflatten(jax.tree.structure(VQLM(config)), jax.tree.leaves(model))
+    return sized(ids, state)[1]
 
 
 @jax.jit

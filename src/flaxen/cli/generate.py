@@ -1,4 +1,4 @@
-"""flaxen generate MODEL --text … | --image … | --file …"""
+"""flaxen generate MODEL --text … | --image … | --file … | --pictures …"""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate text: answers of a T5, continuations of a GPT-2, captions of a captioner."""
+    """Generate: answers of a T5, continuations of a GPT-2 or a Transformer-VQ, captions of a captioner, pictures."""
 
     model: tyro.conf.Positional[str]
     """Checkpoint directory or hub id."""
@@ -37,6 +37,12 @@ class Generate:
     column: str = "text"
     """Column of a table that holds the prompt, or a template such as 'summarize: {document}'. For a captioner, the path
     of a picture, from the folder of the table."""
+    pictures: int = 0
+    """Draw so many pictures with a Transformer-VQ of pixels, into the directory --out, with a grid of them all."""
+    memory: Path | None = None
+    """Go on from what a Transformer-VQ had read when this file was written; --text is then what follows it."""
+    save_memory: Path | None = None
+    """Write what a Transformer-VQ has read behind --text to this .npz file, and generate nothing."""
     adapter: str | None = None
     """Directory or hub id of a LoRA adapter to add to the model."""
     out: Path | None = None
@@ -55,8 +61,16 @@ class Generate:
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     def run(self, given: set[str]) -> None:
+        if self.pictures:
+            self._draw(given)
+            return
+        if self.memory and not self.text and not self.file and not self.image:
+            dataclasses.replace(self, text=("",)).run(given)
+            return
         if bool(self.text) + bool(self.image) + (self.file is not None) != 1:
             raise InputError("give prompts either with --text, with --image or with --file")
+        if (self.memory or self.save_memory) and len(self.text) != 1:
+            raise InputError("--memory and --save-memory are for one --text")
         if self.stream and (len(self.text) + len(self.image) != 1 or self.json or self.out):
             raise InputError("--stream shows one prompt as plain text: give one --text, and neither --json nor --out")
         prompts, n = self._prompts()
@@ -78,6 +92,16 @@ class Generate:
             if pretrained.tokenizer is None:
                 raise InputError("--bad-words needs a checkpoint with a tokenizer")
             options["bad_words_ids"] = [pretrained.tokenizer.encode(word, eos=False) for word in self.bad_words]
+        memory = None
+        if self.memory:
+            from flaxen.hf.vq_memory import Memory
+
+            memory = Memory.load(self.memory, pretrained.config)
+            options["memory"] = memory
+        if self.save_memory:
+            pretrained.remember(self.text[0], memory).save(self.save_memory)
+            print(f"memory in {self.save_memory}: {self.save_memory.stat().st_size / 1e6:,.2f} MB", file=sys.stderr)
+            return
         if self.stream:
             for piece in pretrained.stream((*self.text, *self.image)[0], **options):
                 print(piece, end="", flush=True)
@@ -88,6 +112,17 @@ class Generate:
                     print(line, flush=True)
         else:
             self._to_file(self.out, pretrained, prompts, n, options)
+
+    def _draw(self, given: set[str]) -> None:
+        """Pictures one by one as .png, and all of them in grid.png."""
+        if self.text or self.image or self.file is not None or self.out is None:
+            raise InputError("--pictures needs --out, a directory, and no prompts")
+        import flaxen
+        from flaxen.cli.pictures import draw
+
+        pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter)
+        options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
+        draw(pretrained, self.pictures, self.out, self.batch_size, options)
 
     def _prompts(self) -> tuple[Iterable[tuple[str | None, str]], int]:
         """(id, prompt) of each, and how many there are: a wrong one fails now, not after an hour."""

@@ -134,13 +134,15 @@ class Unit(nnx.Module):
 
     def project(self, x: Float[Array, "B T D"], c: Config) -> tuple[Array, Array, Array, Array | None]:
         """Queries [B, N, G, T, H], keys [B, N, T, H], values [B, N, T, V] and the gate [B, T, …]."""
-        b, t, n = *x.shape[:2], c.key_heads
         x = self.norm(x, jnp.dtype(c.compute))
         # One product: the two share their left operand, and the one of queries is thin.
         weight = jnp.concatenate([self.q.weight[...], self.kvg.weight[...]], axis=1)
-        queries, scale = c.n_heads * c.d_k, c.d_k**-0.25
-        cuts = [queries, queries + n * c.d_k, queries + n * (c.d_k + c.d_v)]
-        q, k, v, g = jnp.split(kept(contract(x, weight, 1)), cuts, axis=-1)
+        return self.parts(*jnp.split(kept(contract(x, weight, 1)), [c.n_heads * c.d_k], axis=-1), c)
+
+    def parts(self, q: Float[Array, "B T _"], kvg: Float[Array, "B T _"], c: Config) -> tuple:
+        """What `project` gives, out of its two products."""
+        x, b, t, n, scale = q, *q.shape[:2], c.key_heads, c.d_k**-0.25
+        k, v, g = jnp.split(kvg, [n * c.d_k, n * (c.d_k + c.d_v)], axis=-1)
         q = unit_rms(q.reshape(b, t, n, -1, c.d_k), EPSILON).astype(x.dtype) * scale
         k = unit_rms(k.reshape(b, t, n, c.d_k), EPSILON).astype(x.dtype) * scale
         v, gate = v.reshape(b, t, n, c.d_v).swapaxes(1, 2), None
@@ -249,7 +251,7 @@ class VQLM(nnx.Module):
         positions = place(c, state, documents)
         keys = (None, None) if noise is None else tuple(jax.random.split(noise.chunk))
         x = dropout(self.embed(ids, positions), c.embedding_dropout, keys[0])
-        now = Seen(jnp.concatenate([state.seen.documents, documents], axis=1), state.seen.latest)
+        now = state.seen.followed(documents)
         noises = None
         if noise is not None:
             every = lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(c.n_layers))  # noqa: E731
@@ -287,10 +289,12 @@ class VQLM(nnx.Module):
         logits = self.output_head.logits(hidden.astype(jnp.float32)) + self.bias[...]
         return logits * self.config.logit_scale
 
-    def logits(self, ids: Int[Array, "B T"], *unused: None) -> Float[Array, "B T V"]:
-        """Of whole sequences, of any length."""
+    def logits(
+        self, ids: Int[Array, "B T"], source: None = None, valid: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Of whole sequences, of any length. `valid` is False for padding at the left."""
         padding = -ids.shape[1] % self.config.block
-        valid = jnp.pad(jnp.ones(ids.shape, bool), ((0, 0), (padding, 0)))
+        valid = jnp.pad(jnp.ones(ids.shape, bool) if valid is None else valid, ((0, 0), (padding, 0)))
         hidden, _, _ = self(jnp.pad(ids, ((0, 0), (padding, 0))), valid=valid)
         return self.output(hidden[:, padding:])
 
@@ -328,8 +332,7 @@ def empty(config: Config, rows: int) -> State:
     window, codes = (c.window, c.n_codes) if c.attention == "vq" else (0, 0)
     one = Cache.empty(rows, c.key_heads, window, codes, c.d_k, c.d_v)
     cache = jax.tree.map(lambda a: jnp.broadcast_to(a, (c.n_layers, *a.shape)), one)
-    seen = Seen(jnp.zeros((rows, c.window), jnp.int32), jnp.zeros(rows, jnp.int32))
-    return State(jnp.zeros(rows, jnp.int32), seen, (cache,) * (2 if c.heads == "shga" else 1))
+    return State(jnp.zeros(rows, jnp.int32), Seen.nothing(rows, c.window), (cache,) * (2 if c.heads == "shga" else 1))
 
 
 def number_documents(
@@ -380,7 +383,7 @@ def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
     c = model.config
     state = empty(c, len(ids))
     documents = number_documents(c, ids, state, None)
-    now = Seen(jnp.concatenate([state.seen.documents, documents], axis=1), state.seen.latest)
+    now = state.seen.followed(documents)
     x, fitted = model.embed(ids, place(c, state, documents)), []
 
     def fit(unit: Unit, key: Array) -> Unit:

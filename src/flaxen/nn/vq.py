@@ -69,6 +69,14 @@ class Seen(NamedTuple):
             return before, jnp.ones(before.shape, bool), leaving > 0
         return before, before == after, (leaving > 0) & (leaving == after[:, :, None])
 
+    @staticmethod
+    def nothing(rows: int, window: int) -> "Seen":
+        return Seen(jnp.zeros((rows, window), jnp.int32), jnp.zeros(rows, jnp.int32))
+
+    def followed(self, documents: Int[Array, "B T"]) -> "Seen":
+        """The window, and the tokens at hand behind it."""
+        return Seen(jnp.concatenate([self.documents, documents], axis=1), self.latest)
+
     def after(self, law: Law) -> "Seen":
         """What is carried behind these tokens."""
         latest = self.documents[:, -law.window - 1]

@@ -1,0 +1,47 @@
+"""What a Transformer-VQ has read, as a file: to go on from another day, or from the same point many times."""
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxen.atomic import write_bytes
+from flaxen.errors import InputError
+from flaxen.models import vq_lm
+from flaxen.tree import leaves, map_leaves
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a Transformer-VQ has read: a state, and the last token, which is not in it yet."""
+
+    state: vq_lm.State
+    unread: tuple[int, ...]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """To one .npz file; all of it, or nothing."""
+        arrays = {name: np.asarray(leaf) for name, leaf in leaves(self.state).items()}
+        file = io.BytesIO()
+        np.savez(file, unread=np.array(self.unread, np.int32), **arrays)
+        write_bytes(Path(path), file.getvalue())
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], config: Any) -> "Memory":
+        """Of a model with this configuration."""
+        like = jax.eval_shape(lambda: vq_lm.empty(config, 1))
+        try:
+            with np.load(path) as file:
+                found = {name: file[name] for name in file.files}
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} holds no memory of a Transformer-VQ ({error})") from None
+        for name, leaf in leaves(like).items():
+            if name not in found or found[name].shape != leaf.shape:
+                got = found[name].shape if name in found else "nothing"
+                raise InputError(f"{path} is the memory of another model: {name} should be {leaf.shape}, is {got}")
+        state = map_leaves(lambda name, _: jnp.asarray(found[name]), like)
+        return Memory(state, tuple(found["unread"].tolist()))
