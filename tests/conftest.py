@@ -39,6 +39,16 @@ def few_programs() -> Iterator[None]:
         jax.clear_caches()
 
 
+@pytest.fixture
+def hastily() -> Iterator[None]:
+    """Compiled in half the time, for programs that run a few times."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 SMALL = {
     "vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "dropout_rate": 0.0,

@@ -54,14 +54,6 @@ def noisy(model: Any, *targets: str) -> lora.Adapter:
     return {path: {"down": one["down"], "up": up(one)} for path, one in started.items()}
 
 
-@pytest.fixture
-def hastily() -> Iterator[None]:
-    """Compiled in half the time, for programs that run a few times."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @jax.jit
 def logits(model: Any) -> jax.Array:
     decoder = jnp.maximum(jnp.asarray(LABELS), 0)

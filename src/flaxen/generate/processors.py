@@ -117,7 +117,18 @@ def narrow(logits: Array, context: Context, options: Options) -> Array:
             kept = jnp.cumsum(weights, axis=-1) - weights < context.numbers["top_p"]
             threshold = jnp.min(jnp.where(kept, best, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= threshold, logits, FORBIDDEN)
+    if options.nucleus is not None:
+        logits = jnp.where(nucleus(logits, context.numbers["nucleus"]), logits, FORBIDDEN)
     if options.min_p is not None:
         floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(context.numbers["min_p"])
         logits = jnp.where(logits >= floor, logits, FORBIDDEN)
     return logits
+
+
+def nucleus(logits: Float[Array, "*B V"], p: Float[Array, ""] | float) -> Array:
+    """Which tokens the original Transformer-VQ samples among: without the least likely ones, as many as weigh together
+    no more than 1 - p + 1e-4. Of equals, the later count as likelier."""
+    order = jnp.argsort(logits, axis=-1, stable=True)
+    rising = jnp.cumsum(jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1), axis=-1)
+    likely = (rising > 1.0 - (p - 1e-4)) | (jnp.arange(logits.shape[-1]) == logits.shape[-1] - 1)
+    return jnp.take_along_axis(likely, jnp.argsort(order, axis=-1), axis=-1)

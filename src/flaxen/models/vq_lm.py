@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,9 @@ class Config:
     n_codes: int = 512  # of a head
     block: int = 512  # queries computed together; it changes no result
     window: int = 512  # keys seen one by one
-    heads: Literal["shga", "mqa", "mha"] = "shga"  # gated units; or attention with a feed-forward network behind it
+    heads: str = "shga"  # shga, gated units; or mqa, mha: attention with a feed-forward network behind it
     d_ff: int = 0  # of that network
-    attention: Literal["vq", "full"] = "vq"  # full: keys as they are, at quadratic cost
+    attention: str = "vq"  # or full: keys as they are, at quadratic cost
     aggregate: bool = True  # see beyond the window
     through_cache: bool = True  # gradients pass from block to block of an update
     documents: bool = False  # see nothing of the documents before; each ends with an end token
@@ -56,7 +56,7 @@ class Config:
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 1
     reference: bool = False  # round counts and means as the original does
-    form: Literal["auto", "scan", "parallel"] = "auto"  # how blocks are computed; it changes no result
+    form: str = "auto"  # how blocks are computed, scan or parallel; it changes no result
     compute: str = "float32"
     scan: bool = True
     remat: bool = False
