@@ -144,7 +144,9 @@ class Pretrained:
     ) -> Iterator[tuple[np.ndarray, Any]]:
         """The inputs of some prompts at a time, with their numbers."""
         if memory is not None:
-            (prompt,) = [prompts] if isinstance(prompts, str) else prompts
+            if isinstance(prompts, os.PathLike):
+                raise InputError("a memory goes on with a text or with ids, not with a file")
+            (prompt,) = [prompts] if isinstance(prompts, str) else list(prompts)
             now = self.remember(prompt, memory)
             yield np.zeros(1, np.int32), (np.array([now.unread], np.int32), np.ones((1, 1), bool), now.state)
             return

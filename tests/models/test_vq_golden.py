@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vq_goldens import MODELS, Golden, golden
 
 from flaxen.hf import vq as files
 from flaxen.hf.weightmap import save
@@ -18,8 +19,6 @@ from flaxen.nn.param import initialise
 from flaxen.nn.position import sinusoids
 from flaxen.nn.vq import Law
 from flaxen.tree import leaves, map_leaves
-from vq_goldens import MODELS, Golden, golden
-
 
 pytestmark = pytest.mark.usefixtures("hastily")
 
@@ -105,7 +104,7 @@ def test_first_chunk(name: str, form: str) -> None:
     settings = there.config["model"]
     chunk = slice(0, settings["update_len"])
     run = jax.jit(jax.value_and_grad(lambda model: objective(model, there, None, chunk), has_aux=True))
-    (value, (state, sums, learning)), gradient = run(model)
+    (value, (state, _, learning)), gradient = run(model)
     positions = there["batch/targets"][:, chunk].size
     assert float(value) == pytest.approx(float(there["train/chunk0/l_lm_unscaled"]), rel=1e-5)
     commit = float(learning.error) / positions
@@ -132,7 +131,8 @@ def checked_state(state: State, wanted: dict[str, np.ndarray], config: vq_lm.Con
                 close(cache.counts, wanted[f"{at}/aggcache/lower"], tolerance)
                 close(cache.means, wanted[f"{at}/aggcache/upper_div_lower"], tolerance)
             else:  # the original keeps what it then does not read; here that work is saved
-                assert not cache.counts.any() and not cache.means.any()
+                assert not cache.counts.any()
+                assert not cache.means.any()
 
 
 def test_commitment_alone() -> None:
@@ -168,12 +168,14 @@ def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         name, mask = next(left)
-        assert key is not None and rate == settings[rates[name]] > 0 and mask.shape == x.shape, name
+        assert key is not None
+        assert rate == settings[rates[name]] > 0
+        assert mask.shape == x.shape, name
         return jnp.where(mask, x / (1 - rate), 0.0)
 
     def keep(key: jax.Array, index: jax.Array, rate: float) -> jax.Array:
         name, mask = next(left)
-        assert name == "droplyr" and rate == settings["p_droplyr"] and mask.shape == index.shape
+        assert (name, rate, mask.shape) == ("droplyr", settings["p_droplyr"], index.shape)
         return jnp.asarray(mask)
 
     monkeypatch.setattr(vq_lm, "dropout", drop)
@@ -278,12 +280,12 @@ def test_one_unit_block_by_block() -> None:
         np.testing.assert_array_equal(from_zero[1], at["state_after/aggcache/latest_doc_id"])
 
     cotangents = there.under("grad/")
+    g = cotangents["cotangent"].swapaxes(0, 1).reshape(rows, -1, c.d_model)
     both = jnp.asarray(there["x"][:2]).swapaxes(0, 1).reshape(rows, -1, c.d_model)
     for through in (0, 1):
         changed = dataclasses.replace(c, through_cache=bool(through))
         documents = 1 + there["doc_ids"][:2].swapaxes(0, 1).reshape(rows, -1)
         now = vq.Seen(jnp.concatenate([start[0].documents, documents], 1), start[0].latest)
-        g = cotangents["cotangent"].swapaxes(0, 1).reshape(rows, -1, c.d_model)
 
         def seen_through(unit: vq_lm.Unit, x: jax.Array, now: vq.Seen = now, c: vq_lm.Config = changed) -> jax.Array:
             return jnp.vdot(unit(x, now, start[1], None, c, None)[0] - x, g)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vq_goldens import golden
 
 import flaxen
 from flaxen.errors import InputError
@@ -19,7 +20,6 @@ from flaxen.models.vq_lm import VQLM, Config
 from flaxen.nn.param import initialise
 from flaxen.nn.vq import NEVER
 from flaxen.pretrained import Pretrained
-from vq_goldens import golden
 
 SIZES = {"vocab_size": 23, "d_model": 16, "d_k": 8, "d_v": 12, "n_layers": 2, "n_codes": 5, "block": 4, "window": 6}
 pytestmark = pytest.mark.usefixtures("hastily")
@@ -67,7 +67,9 @@ def test_block_length_and_form_do_not_matter(kind: str) -> None:
     model, ids = make(**KINDS[kind]), text(2, 24)
     expected = logprobs(model, ids)
     for changes in ({"block": 1}, {"block": 24}, {"form": "parallel", "block": 3}, {"scan": False, "block": 8}):
-        np.testing.assert_allclose(logprobs(changed(model, **changes), ids), expected, atol=2e-5, rtol=1e-5, err_msg=str(changes))
+        np.testing.assert_allclose(
+            logprobs(changed(model, **changes), ids), expected, atol=2e-5, rtol=1e-5, err_msg=str(changes)
+        )
     assert np.ptp(np.asarray(expected)) > 1, "it must say something for the comparison to mean anything"
 
 
@@ -94,7 +96,8 @@ def dense(model: VQLM, ids: np.ndarray) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("kind", "attention"), [("heads", "vq"), ("mqa", "vq"), ("mha", "vq"), ("near", "vq"), ("mqa", "full"), ("near", "full")]
+    ("kind", "attention"),
+    [("heads", "vq"), ("mqa", "vq"), ("mha", "vq"), ("near", "vq"), ("mqa", "full"), ("near", "full")],
 )
 def test_dense_form(kind: str, attention: str) -> None:
     model, ids = make(**KINDS[kind], attention=attention), text(2, 24)
@@ -204,7 +207,9 @@ def test_sampling_golden() -> None:
         tokens, noise = there[f"run{i}/tokens"], there[f"run{i}/gumbel"]
         rows = len(tokens)
         start = jnp.ones((rows, 1), jnp.int32)
-        _, state = jax.jit(lambda model, start=start: Decoding(model).start((start, start > 0, None), 48, 1, False))(model)
+        _, state = jax.jit(lambda model, start=start: Decoding(model).start((start, start > 0, None), 48, 1, False))(
+            model
+        )
         now = start
         for t in range(tokens.shape[1]):
             logits, state = step(model, now, state)

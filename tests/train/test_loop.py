@@ -45,9 +45,7 @@ class Falling:
     def carry(self, rows: int) -> None:
         return None
 
-    def loss(
-        self, model: Any, batch: dict[str, jax.Array], carry: None, key: jax.Array | None
-    ) -> tuple[Sums, None]:
+    def loss(self, model: Any, batch: dict[str, jax.Array], carry: None, key: jax.Array | None) -> tuple[Sums, None]:
         w, weight = model["w"][0], batch["weight"]
         each = batch["value"] + w if key is not None else jnp.square(w - BEST) + 0 * batch["value"]
         return Sums((weight * each).sum(), (weight * (batch["value"] > 4)).sum(), weight.sum()), None

@@ -70,10 +70,9 @@ def build(settings: Settings) -> Built:
     begin = start(settings.model)
     task = make_task(settings, begin)
     begin = dataclasses.replace(begin, config=task.config) if isinstance(task, Language) else begin
-    weights = partial(_initial, settings.model, begin.config, settings.training.seed)
+    weights: Callable[[], Any] = partial(_initial, settings.model, begin.config, settings.training.seed)
     if isinstance(task, Language) and settings.model.init is None:
-        make_weights, task_of = weights, task
-        weights = lambda: task_of.started(make_weights())  # noqa: E731
+        weights = partial(_started, task, weights)
     make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
     abstract = begin.model
     facts = task.facts | {"model": dataclasses.asdict(begin.config)}
@@ -94,6 +93,10 @@ def build(settings: Settings) -> Built:
     initial = partial(lora.start, abstract, settings.lora, settings.training.seed)
     export = partial(_write_adapter, settings.lora, abstract, settings.model.init)
     return Built(begin, task, stepper, adapter, initial, export, facts | {"steps": stepper.steps})
+
+
+def _started(task: Language, weights: Callable[[], Any]) -> Any:
+    return task.started(weights())
 
 
 def _whole(begin: Beginning, model: Any) -> Pretrained:

@@ -8,9 +8,11 @@ from typing import Annotated, Any, Union
 import tyro
 
 from flaxen.cli import recipe
+from flaxen.cli.bench import BenchLanguage
 from flaxen.cli.compose import Compose, Merge
 from flaxen.cli.demo import Demo
 from flaxen.cli.demo_caption import DemoCaption
+from flaxen.cli.demo_language import DemoLanguage
 from flaxen.cli.evaluate import EvalCaption, EvalDenoise, EvalLanguage, EvalSeq2Seq
 from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
@@ -23,6 +25,7 @@ from flaxen.errors import InputError
 
 COMMANDS = {
     "demo caption": DemoCaption,
+    "demo language": DemoLanguage,
     "demo": Demo,
     "vocab": Vocab,
     "preview seq2seq": PreviewSeq2Seq,
@@ -37,6 +40,7 @@ COMMANDS = {
     "eval seq2seq": EvalSeq2Seq,
     "eval caption": EvalCaption,
     "eval language": EvalLanguage,
+    "bench language": BenchLanguage,
     "replay": Replay,
     "export": Export,
     "compose": Compose,

@@ -23,14 +23,16 @@ def codebooks(model: Any, path: Path) -> None:
     names = [name for name in found if name.endswith("codebook.sum")]
     for layer in range(len(found[names[0]])):
         for name in names:
-            sums, counts = (np.asarray(found[part][layer]) for part in (name, name.replace(".sum", ".count")))
+            sums, counts = (found[part][layer] for part in (name, name.replace(".sum", ".count")))
+            codes, counts = np.asarray(vectors(sums, counts)), np.asarray(counts)
             half = "ab"[names.index(name)] if len(names) > 1 else ""
-            for head in range(len(sums)):
-                number = f".{head}" if len(sums) > 1 else ""
-                books.append((f"{layer + 1}{half}{number}", np.asarray(vectors(sums, counts))[head], counts[head]))
+            for head in range(len(codes)):
+                number = f".{head}" if len(codes) > 1 else ""
+                books.append((f"{layer + 1}{half}{number}", codes[head], counts[head]))
     shown = books[:: -(-len(books) // 8)]  # a row of eight at most: the rest is in the curves
     figure = plt.figure(figsize=(14, 6.5), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1))
+    halves: Any = figure.subfigures(2, 1)
+    top, bottom = halves
     left, right = top.subplots(1, 2)
     for name, _, counts in books:
         left.plot(np.sort(counts / counts.sum())[::-1], lw=0.8, label=name)
@@ -62,7 +64,9 @@ def throughput(records: list[dict[str, Any]], path: Path) -> None:
     )
     for axis, (kind, field, title) in zip(axes, panels):
         for name in dict.fromkeys(record["model"] for record in records):
-            points = [(r["length"], r[field]) for r in records if r["model"] == name and r["kind"] == kind and field in r]
+            points = [
+                (r["length"], r[field]) for r in records if r["model"] == name and r["kind"] == kind and field in r
+            ]
             if points:
                 axis.plot(*zip(*sorted(points)), "o-", label=name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)

@@ -76,8 +76,8 @@ def _decoded(data: bytes, where: str, size: int | None) -> np.ndarray:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            picture = picture.convert("RGB")
+        with Image.open(io.BytesIO(data)) as file:
+            picture: Image.Image = file.convert("RGB")
             if size is not None:
                 side = min(picture.size)
                 left, top = (picture.width - side) // 2, (picture.height - side) // 2

@@ -168,7 +168,8 @@ def pieces(
     whole = starts + length <= len(stream)
     targets[whole] = stream.rows(starts[whole], length)
     for row in np.flatnonzero(~whole & (starts < len(stream))):
-        targets[row, : len(stream) - starts[row]] = stream.rows(starts[row : row + 1], len(stream) - starts[row])[0]
+        rest = len(stream) - int(starts[row])
+        targets[row, :rest] = stream.rows(starts[row : row + 1], rest)[0]
     going = inner & (starts > 0) & (starts <= len(stream))
     prompts[going] = stream.rows(starts[going] - 1, 1)
     return np.concatenate([prompts, targets[:, :-1]], axis=1), targets

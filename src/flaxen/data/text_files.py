@@ -61,19 +61,18 @@ class TextFiles:
 
 
 def _paragraphs(path: Path, source: TextFiles, report: Report) -> Iterator[str]:
+    if source.unit == "file":
+        yield "\n".join(lines(decoded(path, source.invalid, report)))
+        return
     paragraph: list[str] = []
     for line in chain(lines(decoded(path, source.invalid, report)), [""]):
         if source.unit == "line":
             yield line
-        elif source.unit == "file":
-            paragraph.append(line)
         elif line and not line.isspace():
             paragraph.append(line)
         elif paragraph:
             yield "\n".join(paragraph)
             paragraph = []
-    if source.unit == "file":
-        yield "\n".join(paragraph)
 
 
 def choose_column(wanted: str | None, columns: list[str], where: str) -> str:

@@ -20,14 +20,15 @@ FIELDS = {field.name: field.name for field in dataclasses.fields(Config) if fiel
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 # The original's name -> ours. The rest of its settings are of training, or say nothing.
 ORIGINAL = {
-    "n_vocab": "vocab_size", "d_model": "d_model", "d_k": "d_k", "d_v": "d_v", "n_head": "n_heads", "n_layer": "n_layers",
-    "n_code": "n_codes", "block_len": "block", "mem_len": "window", "agg_cache": "aggregate",
+    "n_vocab": "vocab_size", "d_model": "d_model", "d_k": "d_k", "d_v": "d_v", "n_head": "n_heads",
+    "n_layer": "n_layers", "n_code": "n_codes", "block_len": "block", "mem_len": "window", "agg_cache": "aggregate",
     "grad_thru_cache": "through_cache", "pe_abs": "absolute", "pe_lam": "wavelength", "e_tie": "tied",
     "e_preln": "norm_out", "e_scale": "logit_scale", "p_dropemb": "embedding_dropout", "p_dropsin": "position_drop",
     "p_dropres": "dropout", "p_droplyr": "layer_drop", "dtype": "compute",
 }  # fmt: skip
 UNIT = {
-    "norm.weight": "input_ln/g", "norm.bias": "input_ln/b", "q.weight": "q_proj/kernel", "kvg.weight": "kvg_proj/kernel",
+    "norm.weight": "input_ln/g", "norm.bias": "input_ln/b", "q.weight": "q_proj/kernel",
+    "kvg.weight": "kvg_proj/kernel",
     "r.weight": "r_proj/kernel", "o.weight": "res_proj/kernel", "content": "u", "distance": "v",
     "codebook.sum": "quantizer/c_sum", "codebook.count": "quantizer/c_count",
 }  # fmt: skip
@@ -75,7 +76,7 @@ def original_rows(config: Config) -> list[Row]:
 
 def original_config(settings: dict[str, Any]) -> Config:
     """The original's settings as ours."""
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
     fields = {ours: kinds[ours](settings[theirs]) for theirs, ours in ORIGINAL.items() if theirs in settings}
     return make(Config, {**fields, "reference": True}, "the original's settings")
 

@@ -27,7 +27,7 @@ class Memory:
         """To one .npz file; all of it, or nothing."""
         arrays = {name: np.asarray(leaf) for name, leaf in leaves(self.state).items()}
         file = io.BytesIO()
-        np.savez(file, unread=np.array(self.unread, np.int32), **arrays)
+        np.savez(file, allow_pickle=False, unread=np.array(self.unread, np.int32), **arrays)
         write_bytes(Path(path), file.getvalue())
 
     @staticmethod

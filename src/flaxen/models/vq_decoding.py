@@ -1,4 +1,4 @@
-"""Transformer-VQ one token at a time, at a cost that does not depend on how many came before: the `Decodes` protocol."""
+"""Transformer-VQ one token at a time, at a cost that does not grow with how many came before: `Decodes`."""
 
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ class Decoding:
                     y = full.attend(*unit.biased(q, c), k, v, unit.table(c), documents, c.law)
                     x = x + unit.output(y, gate)
             if layer.mlp is not None and ids.shape[1]:
-                x = x + layer.mlp(layer.norm(x, jnp.dtype(c.compute)), 0.0, None)
+                x = x + layer.feed(x, c)
         after = positions[:, -1] + 1 if ids.shape[1] else state.position
         made = Decode(
             jnp.asarray(ids.shape[1], jnp.int32), after, jnp.pad(documents, ((0, 0), (0, length))), state.seen.latest,
@@ -133,7 +133,7 @@ class Decoding:
                 x = x + y
                 grown.append(one)
             if layer.mlp is not None:
-                x = x + layer.mlp(layer.norm(x, jnp.dtype(c.compute)), 0.0, None)
+                x = x + layer.feed(x, c)
         hidden = x if model.norm is None else model.norm(x, jnp.dtype(c.compute))
         logits = model.output(hidden)[:, 0].reshape(*tokens.shape, -1)
         return logits, Decode(state.time + 1, position + 1, documents, leaving, tuple(grown), state.tables)
@@ -236,7 +236,7 @@ def _repeated(state: Decode, beams: int) -> Decode:
 
 def _ring(cache: Cache) -> Ring:
     """The next token's place is behind the window's last."""
-    codes, values = (jnp.pad(a, ((0, 0), (0, 0), (0, 1), *[(0, 0)] * (a.ndim - 3))) for a in (cache.codes, cache.values))
+    codes, values = (
+        jnp.pad(a, ((0, 0), (0, 0), (0, 1), *[(0, 0)] * (a.ndim - 3))) for a in (cache.codes, cache.values)
+    )
     return Ring(codes, values, cache.counts, cache.means)
-
-

@@ -21,6 +21,12 @@ from flaxen.nn.stack import KEPT, kept, unstack
 from flaxen.nn.vq import Cache, Law, Seen
 
 EPSILON = 1e-6  # of every norm
+CHOICES = {
+    "heads": ("shga", "mqa", "mha"),
+    "attention": ("vq", "full"),
+    "form": ("auto", "scan", "parallel"),
+    "compute": ("float32", "bfloat16"),
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,7 @@ class Config:
         if (self.heads == "shga") == (self.d_ff > 0):
             asks = "has no feed-forward network: d_ff must be 0" if self.d_ff else "needs d_ff, 4 or 5 times d_model"
             raise ValueError(f"heads={self.heads!r} {asks}, got d_ff={self.d_ff}")
-        for name, options in (("heads", ("shga", "mqa", "mha")), ("attention", ("vq", "full")),
-                              ("form", ("auto", "scan", "parallel")), ("compute", ("float32", "bfloat16"))):  # fmt: skip
+        for name, options in CHOICES.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
         for name in ("embedding_dropout", "dropout", "position_drop", "layer_drop"):
@@ -137,7 +142,8 @@ class Unit(nnx.Module):
         x = self.norm(x, jnp.dtype(c.compute))
         # One product: the two share their left operand, and the one of queries is thin.
         weight = jnp.concatenate([self.q.weight[...], self.kvg.weight[...]], axis=1)
-        return self.parts(*jnp.split(kept(contract(x, weight, 1)), [c.n_heads * c.d_k], axis=-1), c)
+        q, kvg = jnp.split(kept(contract(x, weight, 1)), [c.n_heads * c.d_k], axis=-1)
+        return self.parts(q, kvg, c)
 
     def parts(self, q: Float[Array, "B T _"], kvg: Float[Array, "B T _"], c: Config) -> tuple:
         """What `project` gives, out of its two products."""
@@ -208,16 +214,21 @@ class Layer(nnx.Module):
         self, x: Float[Array, "B T D"], seen: Seen, caches: tuple[Cache, ...], weights: Array | None, c: Config,
         noise: Noise | None,
     ) -> tuple[Float[Array, "B T D"], tuple[Cache, ...], Learning]:  # fmt: skip
-        noises = (None, None)
+        noises: list[Noise | None] = [None, None]
         if noise is not None:
-            noises = tuple(map(Noise, jax.random.split(noise.chunk), jax.random.split(noise.sequence)))
+            noises = list(map(Noise, jax.random.split(noise.chunk), jax.random.split(noise.sequence)))
         x, cache, learning = self.first(x, seen, caches[0], weights, c, noises[0])
         if self.second is None:
-            assert self.norm is not None and self.mlp is not None
-            y = self.mlp(self.norm(x, jnp.dtype(c.compute)), 0.0, None)
+            y = self.feed(x, c)
             return x + dropout(y, c.dropout, None if noises[1] is None else noises[1].chunk), (cache,), learning
         x, other, more = self.second(x, seen, caches[1], weights, c, noises[1])
         return x, (cache, other), jax.tree.map(jnp.add, learning, more)
+
+    def feed(self, x: Float[Array, "B T D"], c: Config) -> Float[Array, "B T D"]:
+        """What the feed-forward network adds."""
+        assert self.norm is not None
+        assert self.mlp is not None
+        return self.mlp(self.norm(x, jnp.dtype(c.compute)), 0.0, None)
 
 
 class VQLM(nnx.Module):
@@ -363,7 +374,7 @@ def flops(config: Config, length: int) -> float:
     c = config
     n, g = c.key_heads, c.n_heads // c.key_heads
     gate = c.n_heads * c.d_v if c.heads == "shga" else 0
-    unit = c.d_model * (c.n_heads * c.d_k + n * (c.d_k + c.d_v) + gate) + c.n_heads * c.d_v * c.d_model
+    unit = float(c.d_model * (c.n_heads * c.d_k + n * (c.d_k + c.d_v) + gate) + c.n_heads * c.d_v * c.d_model)
     if c.attention == "vq":
         span = c.window + c.block
         unit += c.n_heads * (span * (c.d_k + c.d_v) + (c.window + 1) * c.d_k) + n * c.n_codes * c.d_k

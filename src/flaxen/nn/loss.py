@@ -31,7 +31,7 @@ def cross_entropy(
     chunk: int | None = None,
     bias: Float[Array, "V"] | None = None,
 ) -> Sums:
-    """Sum over rows of weight · (-log softmax(hidden · headᵀ + bias)[label]), with label smoothing and z_loss · lse²."""
+    """Sum over rows of weight · -log softmax(hidden · headᵀ + bias)[label], with label smoothing and z_loss · lse²."""
     rows, vocab = hidden.shape[0], head.shape[0]
     chunk = min(rows, chunk or max(CHUNK_ROWS, CHUNK_ELEMENTS // vocab))
     n = -(-rows // chunk)
@@ -94,7 +94,12 @@ def _forward(
         dhead = dhead + jnp.einsum("DR,RV->DV", rows_t, dlogits, preferred_element_type=jnp.float32)
         return (total + loss, right + correct, dhead, dbias), drows.astype(rows.dtype)
 
-    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros((head.shape[1], vocab)), None if bias is None else jnp.zeros(vocab))
+    start = (
+        jnp.zeros(()),
+        jnp.zeros(()),
+        jnp.zeros((head.shape[1], vocab)),
+        None if bias is None else jnp.zeros(vocab),
+    )
     (loss, correct, dhead, dbias), dhidden = lax.scan(body, start, (hidden, labels, weights))
     return (loss, correct), (dhidden, dhead.T.astype(head.dtype), dbias)
 

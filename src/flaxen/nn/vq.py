@@ -137,8 +137,16 @@ def attend(
     before, keep, leaving = seen.evictions(law)
     every = lambda a: jnp.broadcast_to(a[:, None], (b, n, *a.shape[1:]))  # noqa: E731
     operands = Operands(split(queries), split(distant), keys, values, jnp.broadcast_to(table, (b, *table.shape)))
-    shared = (every(a) for a in (seen.documents, before, keep, leaving))
-    context = Context(codes, *shared, jnp.broadcast_to(codebook, (b, *codebook.shape)), cache.counts, cache.means)
+    context = Context(
+        codes,
+        every(seen.documents),
+        every(before),
+        every(keep),
+        every(leaving),
+        jnp.broadcast_to(codebook, (b, *codebook.shape)),
+        cache.counts,
+        cache.means,
+    )
     one = partial(_parallel if parallel else _scanned, law)
     rows = jax.tree.map(lambda a: a.reshape(b * n, *a.shape[2:]), (operands, lax.stop_gradient(context)))
     if jax.default_backend() == "cpu":  # one after the other: what they are made of then stays in its cache
@@ -166,7 +174,7 @@ def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, "Weigh
 
     def body(carry: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], tuple]:
         counts, means = carry
-        out, weights = _block(law, *_window(law, operands, context, i), counts, means)
+        out, weights = _block(law, _window(law, operands, context, i), counts, means)
         return _joined(law, context, operands.values, i, counts, means), (out, weights, counts, means)
 
     start = (context.counts, context.means)
@@ -187,20 +195,20 @@ def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array,
     def body(carry: tuple[Array, Array, Array, Array], xs: tuple) -> tuple[tuple, tuple]:
         dkeys, dvalues, dtable, dmeans = carry
         i, g, out, weights, counts, means = xs
-        window = _window(law, operands, context, i)[:6]
-        dq, dd, dk, dv, dt, through = _block_backward(law, *window, means, out, weights, g)
+        slopes = _block_backward(law, _window(law, operands, context, i), means, out, weights, g)
+        dk, dv = slopes.keys, slopes.values
         if law.through:
             if law.aggregate:
-                old, new, share = _shares(law, context, i, counts)
+                old, _, share = _shares(law, context, i, counts)
                 at = _leaving(law, context.codes, i)
                 moved = (dmeans.at[at].get(mode="fill", fill_value=0.0) * share[:, None]).astype(dv.dtype)
                 dv = dv.at[: law.block].add(moved)
-                dmeans = through + old[:, None] * dmeans
+                dmeans = slopes.means + old[:, None] * dmeans
         else:  # keys and values of the window are what the block before left: constants
             present = (jnp.arange(len(dk)) >= law.window)[:, None]
             dk, dv = jnp.where(present, dk, 0.0), jnp.where(present, dv, 0.0)
         dkeys, dvalues = _add_at(dkeys, dk, i * law.block), _add_at(dvalues, dv, i * law.block)
-        return (dkeys, dvalues, dtable + dt, dmeans), (dq, dd)
+        return (dkeys, dvalues, dtable + slopes.table, dmeans), (slopes.queries, slopes.distant)
 
     zero = (
         jnp.zeros_like(operands.keys),
@@ -221,14 +229,34 @@ def _add_at(sums: Array, more: Array, at: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(sums, there + more.astype(sums.dtype), at, 0)
 
 
-def _window(law: Law, operands: Operands, context: Context, i: Array) -> tuple:
-    """What block i is computed from, but for counts and means."""
-    size = law.window + law.block
-    cut = lambda a: lax.dynamic_slice_in_dim(a, i * law.block, size)  # noqa: E731
+class Window(NamedTuple):
+    """What one block is computed from, but for counts and means."""
+
+    queries: Float[Array, "R H"]
+    distant: Float[Array, "R H"]
+    keys: Float[Array, "S H"]
+    values: Float[Array, "S V"]
+    table: Float[Array, "G E H"]
+    codebook: Float[Array, "M H"]
+    visible: Bool[Array, "W S"]  # which keys each query sees
+    known: Bool[Array, "W"]  # and which queries see the means
+
+
+def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
+    """Of block i."""
+    cut = lambda a: lax.dynamic_slice_in_dim(a, i * law.block, law.window + law.block)  # noqa: E731
     documents = cut(context.documents)
     own = documents[law.window :]
-    rows = (operands.queries[i], operands.distant[i], cut(operands.keys), cut(operands.values), operands.table)
-    return *rows, context.codebook, _visible(law, documents), own == context.before[i] if law.documents else own > 0
+    return Window(
+        operands.queries[i],
+        operands.distant[i],
+        cut(operands.keys),
+        cut(operands.values),
+        operands.table,
+        context.codebook,
+        _visible(law, documents),
+        own == context.before[i] if law.documents else own > 0,
+    )
 
 
 def _visible(law: Law, documents: Int[Array, "S"]) -> Bool[Array, "W S"]:
@@ -241,18 +269,17 @@ def _visible(law: Law, documents: Int[Array, "S"]) -> Bool[Array, "W S"]:
     return band & (documents > 0) & ((documents == own) if law.documents else True)
 
 
-def _scores(
-    law: Law, q: Array, d: Array, k: Array, table: Array, codebook: Array, visible: Array, known: Array, counts: Array
-) -> tuple[Float[Array, "R S"], Float[Array, "R M"] | None]:
+def _scores(law: Law, w: Window, counts: Array) -> tuple[Float[Array, "R S"], Float[Array, "R M"] | None]:
     """Of the keys of the window and of the codes."""
-    groups = len(table)
-    near = _dot(q, k.T) + _skew(law, jax.vmap(_dot)(d.reshape(groups, law.block, -1), table.swapaxes(1, 2)))
-    near = jnp.where(jnp.tile(visible, (groups, 1)), near, NEVER)
+    groups = len(w.table)
+    by_distance = jax.vmap(_dot)(w.distant.reshape(groups, law.block, -1), w.table.swapaxes(1, 2))
+    near = _dot(w.queries, w.keys.T) + _skew(law, by_distance)
+    near = jnp.where(jnp.tile(w.visible, (groups, 1)), near, NEVER)
     if not law.aggregate:
         return near, None
     bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
-    bias = jnp.where(jnp.tile(known, groups)[:, None], bias, NEVER)
-    return near, _dot(q, codebook.T) + bias
+    bias = jnp.where(jnp.tile(w.known, groups)[:, None], bias, NEVER)
+    return near, _dot(w.queries, w.codebook.T) + bias
 
 
 class Weights(NamedTuple):
@@ -264,59 +291,50 @@ class Weights(NamedTuple):
 
 
 def _block(
-    law: Law,
-    q: Float[Array, "R H"],
-    d: Float[Array, "R H"],
-    k: Float[Array, "S H"],
-    v: Float[Array, "S V"],
-    table: Float[Array, "G E H"],
-    codebook: Float[Array, "M H"],
-    visible: Bool[Array, "W S"],
-    known: Bool[Array, "W"],
-    counts: Float[Array, "M"],
-    means: Float[Array, "M V"],
+    law: Law, w: Window, counts: Float[Array, "M"], means: Float[Array, "M V"]
 ) -> tuple[Float[Array, "R V"], Weights]:
     """What the queries of one block see, and how much of each key and code."""
-    near, far = _scores(law, q, d, k, table, codebook, visible, known, counts)
+    near, far = _scores(law, w, counts)
     top = near.max(-1) if far is None else jnp.maximum(near.max(-1), far.max(-1))
+    dtype = w.values.dtype
     near = jnp.exp(near - top[:, None])
-    out, total = _dot(near.astype(v.dtype), v), near.sum(-1)
+    out, total = _dot(near.astype(dtype), w.values), near.sum(-1)
     if far is not None:
         far = jnp.exp(far - top[:, None])
-        out, total = out + _dot(far.astype(v.dtype), means.astype(v.dtype)), total + far.sum(-1)
-    return (out / total[:, None]).astype(v.dtype), Weights(near, far, total)
+        out, total = out + _dot(far.astype(dtype), means.astype(dtype)), total + far.sum(-1)
+    return (out / total[:, None]).astype(dtype), Weights(near, far, total)
+
+
+class Slopes(NamedTuple):
+    """Gradients of a block."""
+
+    queries: Float[Array, "R H"]
+    distant: Float[Array, "R H"]
+    keys: Float[Array, "S H"]
+    values: Float[Array, "S V"]
+    table: Float[Array, "G E H"]
+    means: Float[Array, "M V"]
 
 
 def _block_backward(
-    law: Law,
-    q: Array,
-    d: Array,
-    k: Array,
-    v: Array,
-    table: Array,
-    codebook: Array,
-    means: Array,
-    out: Array,
-    weights: Weights,
-    g: Array,
-) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """Gradients of queries, distant, keys, values, table and means of a block."""
-    g = (g / weights.total[:, None]).astype(v.dtype)  # so weights need not be divided by their sums
+    law: Law, w: Window, means: Float[Array, "M V"], out: Float[Array, "R V"], weights: Weights, g: Float[Array, "R V"]
+) -> Slopes:
+    dtype = w.values.dtype
+    g = (g / weights.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
     slope = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    near, far = weights.near, weights.far
-    ds = near * (_dot(g, v.T) - slope)
-    dv = _dot(_turned(near.astype(v.dtype)), g)
-    dq, dk = _dot(ds, k), _dot(_turned(ds), q)
-    dx, groups = _unskew(law, ds), len(table)
-    dd = jax.vmap(_dot)(dx, table).reshape(d.shape)
-    dtable = jax.vmap(lambda x, d: _dot(_turned(x), d))(dx, d.reshape(groups, law.block, -1))
+    ds = weights.near * (_dot(g, w.values.T) - slope)
+    dvalues = _dot(_turned(weights.near.astype(dtype)), g)
+    dqueries, dkeys = _dot(ds, w.keys), _dot(_turned(ds), w.queries)
+    dx = _unskew(law, ds)
+    ddistant = jax.vmap(_dot)(dx, w.table).reshape(w.distant.shape)
+    dtable = jax.vmap(lambda x, d: _dot(_turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
     dmeans = jnp.zeros_like(means)
-    if far is not None:
-        ds = far * (_dot(g, means.astype(v.dtype).T) - slope)
-        dq = dq + _dot(ds, codebook)
+    if weights.far is not None:
+        ds = weights.far * (_dot(g, means.astype(dtype).T) - slope)
+        dqueries = dqueries + _dot(ds, w.codebook)
         if law.through:
-            dmeans = _dot(_turned(far.astype(v.dtype)), g)
-    return dq, dd, dk, dv, dtable, dmeans
+            dmeans = _dot(_turned(weights.far.astype(dtype)), g)
+    return Slopes(dqueries, ddistant, dkeys, dvalues, dtable, dmeans)
 
 
 def _dot(a: Array, b: Array) -> Array:
@@ -384,10 +402,11 @@ def _parallel(law: Law, operands: Operands, context: Context) -> tuple[Array, Ar
         counts, means = lax.stop_gradient((counts, means))
 
     def one(i: Array, counts: Array, means: Array) -> Array:
-        q, d, k, v, *rest = _window(law, operands, context, i)
+        w = _window(law, operands, context, i)
         if not law.through:
-            k, v = (jnp.concatenate([lax.stop_gradient(a[: law.window]), a[law.window :]]) for a in (k, v))
-        return _block(law, q, d, k, v, *rest, counts, means)[0]
+            still = lambda a: jnp.concatenate([lax.stop_gradient(a[: law.window]), a[law.window :]])  # noqa: E731
+            w = w._replace(keys=still(w.keys), values=still(w.values))
+        return _block(law, w, counts, means)[0]
 
     return jax.vmap(one)(blocks, counts, means), *last
 

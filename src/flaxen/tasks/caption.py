@@ -138,9 +138,7 @@ class Caption:
     def carry(self, rows: int) -> None:
         return None
 
-    def loss(
-        self, model: Captioner, batch: dict[str, Array], carry: None, key: Array | None
-    ) -> tuple[Sums, None]:
+    def loss(self, model: Captioner, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         return model.loss(batch["pixels"], batch["labels"], smoothing=smoothing, z_loss=z_loss, key=key)[1], None
 

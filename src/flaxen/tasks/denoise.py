@@ -74,9 +74,7 @@ class Denoise:
     def carry(self, rows: int) -> None:
         return None
 
-    def loss(
-        self, model: T5, batch: dict[str, Array], carry: None, key: Array | None
-    ) -> tuple[Sums, None]:
+    def loss(self, model: T5, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
         # The z-loss is a part of what is trained, not of what is measured.
         z_loss = self.objective.z_loss if key is not None else 0.0
         return model.loss(batch["input_ids"], batch["labels"], z_loss=z_loss, key=key)[1], None

@@ -52,7 +52,8 @@ class Language:
         if chunk % config.block:
             raise InputError(
                 f"an update of {chunk} tokens (objective.update, or objective.length) must be a multiple of the "
-                f"model's block of {config.block}; for a smaller block: --model.fields block={math.gcd(chunk, config.block)}"
+                f"model's block of {config.block}; a block that fits: --model.fields "
+                f"block={math.gcd(chunk, config.block)}"
             )
         if config.attention == "full" and chunk != objective.length:
             raise InputError(
@@ -125,9 +126,7 @@ class Language:
         state = vq_lm.empty(self.config, rows)
         return _packed(state, jnp.zeros((rows, 2), jnp.uint32))
 
-    def loss(
-        self, model: VQLM, batch: dict[str, Array], carry: Carry, key: Array | None
-    ) -> tuple[Sums, Carry]:
+    def loss(self, model: VQLM, batch: dict[str, Array], carry: Carry, key: Array | None) -> tuple[Sums, Carry]:
         fresh, rows = batch["fresh"], len(batch["fresh"])
         start = self.carry(rows)
         if key is not None:

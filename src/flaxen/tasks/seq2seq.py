@@ -126,14 +126,14 @@ class Seq2Seq:
     def carry(self, rows: int) -> None:
         return None
 
-    def loss(
-        self, model: T5, batch: dict[str, Array], carry: None, key: Array | None
-    ) -> tuple[Sums, None]:
+    def loss(self, model: T5, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         segments, targets = batch["segments"], batch["target_segments"]
         # One pair to a row: a mask will do, and attention over it is cheaper than over numbered segments.
         masks = (segments, targets) if self.packed is not None else (segments > 0, None)
-        return model.loss(batch["input_ids"], batch["labels"], *masks, smoothing=smoothing, z_loss=z_loss, key=key)[1], None
+        return model.loss(batch["input_ids"], batch["labels"], *masks, smoothing=smoothing, z_loss=z_loss, key=key)[
+            1
+        ], None
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums.loss / sums.weight)

@@ -41,7 +41,7 @@ class Schedule:
             raise InputError(f"schedule.warmup must not be negative, got {self.warmup}")
         if not 0 <= self.floor <= 1 or not 0 < self.decay <= 1:
             raise InputError(f"schedule.floor and decay are shares in 0 … 1, got {self.floor} and {self.decay}")
-        if self.name == "inverse-sqrt" and self.warmup == 0:
+        if self.name == "inverse-sqrt" and self.warmup == 0 and not self.reference:
             raise InputError(
                 "schedule.name inverse-sqrt falls from the end of the warmup; schedule.warmup must not be 0"
             )

@@ -1,0 +1,208 @@
+"""flaxen bench language: training speed, memory and time of a decoded token against length, VQ and full attention.
+
+Each figure is taken in a process of its own, so that its peak of memory is its own: `python -m flaxen.cli.bench JSON`.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flaxen.errors import InputError
+
+FORMS = {"vq": ("form=scan",), "vq-parallel": ("form=parallel",), "full": ("attention=full",)}
+
+
+@dataclass(frozen=True)
+class BenchLanguage:
+    """Measure how cost grows with length: a table, a picture and its numbers as JSON. Run it on an idle machine."""
+
+    out: Path = Path("bench-language.png")
+    """Picture; its numbers go to a .json file beside it."""
+    preset: str = "vq-mini"
+    fields: tuple[str, ...] = ()
+    """Changes to the preset, as name=value."""
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    models: tuple[str, ...] = ("vq", "vq-parallel", "full")
+    """vq: block after block; vq-parallel: all blocks at once; full: its quadratic twin."""
+    longest_full: int = 32768
+    """Full attention is not trained beyond this length."""
+    update: int | None = None
+    """Tokens of an update; default: the length."""
+    repeats: int = 2
+    cores: int | None = None
+    """Cores to use. Default: all."""
+
+    def run(self, given: set[str]) -> None:
+        from importlib.util import find_spec
+
+        from rich.console import Console
+        from rich.table import Table
+
+        unknown = set(self.models) - set(FORMS)
+        if unknown:
+            raise InputError(f"models are {', '.join(FORMS)}; got {', '.join(unknown)}")
+        table = Table(
+            "model", "kind", "length", "CPU s", "wall s", "tokens / CPU s", "peak GB", "compile CPU s", "note"
+        )
+        records: list[dict[str, Any]] = []
+        for length in self.lengths:
+            for name in self.models:
+                for kind in ("train", "decode"):
+                    if (name == "full" and kind == "train" and length > self.longest_full) or (
+                        name == "vq-parallel" and kind == "decode"  # it is the same program
+                    ):
+                        continue
+                    record = self.measure(name, kind, length)
+                    records.append(record)
+                    print(json.dumps(record), file=sys.stderr)
+        for r in records:
+            note = r.get("error") or (f"state {r['state_bytes'] / 1e6:.2f} MB" if "state_bytes" in r else "")
+            numbers = [f"{r[k]:{f}}" if k in r else "" for k, f in (("cpu", ".3f"), ("wall", ".3f"),
+                       ("tokens_per_cpu_second", ",.0f"), ("peak_gb", ".2f"), ("compile_cpu", ".1f"))]  # fmt: skip
+            table.add_row(r["model"], r["kind"], f"{r['length']:,}", *numbers, note)
+        Console(soft_wrap=True).print(table)
+        if find_spec("matplotlib") is None:
+            print("no picture: it needs matplotlib (pip install 'flaxen[plots]')", file=sys.stderr)
+            return
+        from flaxen.cli.plots import throughput
+
+        throughput(records, self.out)
+        print(f"picture in {self.out}, numbers in {self.out.with_suffix('.json')}", file=sys.stderr)
+
+    def measure(self, name: str, kind: str, length: int) -> dict[str, Any]:
+        """In a process of its own."""
+        asked = {
+            "preset": self.preset, "fields": [*self.fields, *FORMS[name]], "kind": kind, "length": length,
+            "update": min(self.update or length, length), "repeats": self.repeats, "cores": self.cores,
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "flaxen.cli.bench", json.dumps(asked)], capture_output=True, text=True, check=False
+        )
+        about = {"model": name, "kind": kind, "length": length}
+        if done.returncode:
+            return about | {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
+        return about | json.loads(done.stdout)
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    if asked["cores"]:
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: asked["cores"]]))
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from flaxen.cli.build import _changed, find_preset
+    from flaxen.models import vq_lm
+    from flaxen.nn.param import initialise
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    config = _changed(find_preset(asked["preset"]), tuple(asked["fields"]))
+    length, update = asked["length"], asked["update"]
+    model = initialise(vq_lm.VQLM(config), 0)
+    draw = np.random.default_rng(0)
+    ids = jnp.asarray(draw.integers(3, config.vocab_size, (1, length + 1)), jnp.int32)
+    if asked["kind"] == "train":
+        found = _train(model, ids, update, asked["repeats"])
+        tokens = length
+    elif asked["kind"] == "forward":
+        run = jax.jit(lambda model: model.loss(ids[:, :-1], ids[:, 1:])[0])
+        found, tokens = _timed(lambda: run(model), asked["repeats"]), length
+    else:
+        tokens = 256
+        found = _decode(model, ids[:, :-1], tokens, asked["repeats"])
+        found["milliseconds"] = 1e3 * found["wall"] / tokens
+    if config.attention == "vq":
+        found["state_bytes"] = vq_lm.state_bytes(jax.eval_shape(lambda: vq_lm.empty(config, 1)))
+    found["tokens_per_second"] = tokens / found["wall"]
+    found["tokens_per_cpu_second"] = tokens / found["cpu"]
+    found["gflops_per_cpu_second"] = (
+        vq_lm.flops(config, length) * 3 / found["cpu"] / 1e9 if asked["kind"] == "train" else 0
+    )
+    found["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return found
+
+
+def _timed(step: Any, repeats: int) -> dict[str, float]:
+    """The least of several times; and what the first one took longer, which is the compilation."""
+    import jax
+
+    times = []
+    for _ in range(repeats + 1):
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(step())
+        times.append((time.process_time() - cpu, time.perf_counter() - wall))
+    cpu, wall = (min(one[i] for one in times[1:]) for i in (0, 1))
+    return {"cpu": cpu, "wall": wall, "compile_cpu": times[0][0] - cpu}
+
+
+def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
+    """All updates of one sequence, each with its optimizer step and the state carried on."""
+    from functools import partial
+
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from flaxen.models import vq_lm
+    from flaxen.train import optim
+    from flaxen.train.settings import Optimizer
+
+    transform = optim.make(Optimizer("adamw"), lambda step: jnp.asarray(1e-4))
+
+    def loss(model: Any, inputs: Any, labels: Any, state: Any) -> Any:
+        sums, state, _ = model.loss(inputs, labels, state, commit=1e-4, learn=True)
+        return sums.loss / sums.weight, state
+
+    @partial(jax.jit, donate_argnums=(0, 1, 4))
+    def step(model: Any, memory: Any, inputs: Any, labels: Any, state: Any) -> Any:
+        (_, state), gradient = jax.value_and_grad(loss, has_aux=True)(model, inputs, labels, state)
+        changes, memory = transform.update(gradient, memory, model)
+        return optax.apply_updates(model, changes), memory, state
+
+    now = [model, jax.jit(transform.init)(model)]
+
+    def sequence() -> Any:
+        state = vq_lm.empty(model.config, 1)
+        for first in range(0, ids.shape[1] - 1, update):
+            part = slice(first, first + update)
+            now[0], now[1], state = step(*now, ids[:, :-1][:, part], ids[:, 1:][:, part], state)
+        return now
+
+    return _timed(sequence, repeats)
+
+
+def _decode(model: Any, ids: Any, tokens: int, repeats: int) -> dict[str, float]:
+    """Greedy tokens behind a context of this length, which is read first and not timed."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from flaxen.models.vq_decoding import Decoding
+
+    start = jax.jit(
+        lambda model: Decoding(model).start((ids, jnp.ones(ids.shape, bool), None), tokens + 1, 1, False)[1]
+    )
+    state = jax.block_until_ready(start(model))
+
+    @jax.jit
+    def run(model: Any, state: Any) -> Any:
+        decoding = Decoding(model)
+
+        def body(_: Any, carry: Any) -> Any:
+            token, state = carry
+            logits, state = decoding.step(token, state)
+            return jnp.argmax(logits, -1).astype(jnp.int32), state
+
+        return lax.fori_loop(0, tokens, body, (ids[:, -1:], state))[0]
+
+    return _timed(lambda: run(model, state), repeats)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

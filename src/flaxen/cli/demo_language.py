@@ -1,0 +1,102 @@
+"""flaxen demo language: a Transformer-VQ learns the documentation of Python byte by byte, and writes some."""
+
+import json
+import lzma
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flaxen.cli.settings import Start
+from flaxen.cli.train import TrainLanguage
+from flaxen.data.streams import Streamed
+from flaxen.tasks.objective import LanguageObjective
+from flaxen.train.settings import Optimizer, Schedule, Training
+
+PROMPTS = ("The function returns", "If the argument is ")
+
+
+@dataclass(frozen=True)
+class DemoLanguage:
+    """Train a small Transformer-VQ on the bytes of Python's documentation and let it go on with texts (3 minutes)."""
+
+    out: Path = Path("flaxen-demo-language")
+    """Directory for the corpus and the run. Run again to see its results again."""
+    steps: int = 200
+    """Of training."""
+
+    def run(self, given: set[str]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        from flaxen.cli.demo import _paragraphs
+        from flaxen.models import vq_lm
+        from flaxen.pretrained import load
+
+        console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
+        corpus, run = self.out / "corpus.bin", self.out / "run"
+        self.out.mkdir(parents=True, exist_ok=True)
+
+        console.print("\n[bold]1. Bytes: the documentation that Python carries[/bold]")
+        paragraphs = list(_paragraphs())
+        random.Random(0).shuffle(paragraphs)
+        text = "\n".join(paragraphs).encode()
+        corpus.write_bytes(text)
+        cut = round(0.95 * len(text))
+        packed = 8 * (len(lzma.compress(text)) - len(lzma.compress(text[:cut]))) / (len(text) - cut)
+        console.print(
+            f"{len(text):,} bytes in {corpus}; the last 5 % are held out. A packer (xz) that has seen the rest needs "
+            f"{packed:.2f} bits for each byte of them."
+        )
+
+        console.print("\n[bold]2. Training: predict the next byte[/bold]")
+        command = TrainLanguage(
+            out=run,
+            model=Start(preset="vq-tiny"),
+            data=Streamed(train=(str(corpus),), kind="bytes", shares=(95.0, 5.0, 0.0)),
+            objective=LanguageObjective(length=2048, update=1024, codebooks="data"),
+            optimizer=Optimizer("adamw", learning_rate=3e-3, b2=0.98, clip=0.5),
+            schedule=Schedule("cosine", warmup=20, floor=0.1),
+            training=Training(
+                steps=self.steps, batch_size=8, log_every=50, eval_every=50, eval_examples=24, save_every=100
+            ),
+        )
+        console.print(f"$ flaxen train language --recipe {run / 'config.toml'}", style="dim", markup=False)
+        command.run(set())
+        table = Table("step", "bits per byte", "as a bar, to 8", box=None)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record["kind"] == "eval":
+                bits = record["bits_per_byte"]
+                table.add_row(str(record["step"]), f"{bits:.3f}", "█" * max(1, round(5 * bits)))
+        console.print(table)
+
+        console.print("\n[bold]3. What it writes[/bold], sampled, as it is made")
+        model = load(run / "model")
+        for seed, prompt in enumerate(PROMPTS):
+            console.print(f"[bold]{prompt}[/bold]", end="")
+            asked: dict[str, Any] = {
+                "do_sample": True,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": 0,
+                "max_new_tokens": 240,
+                "seed": seed,
+            }
+            for piece in model.stream(prompt, **asked):
+                console.print(piece, end="", markup=False)
+            console.print("\n")
+
+        memory = model.remember(text[:10_000].decode(errors="ignore"))
+        size = vq_lm.state_bytes(memory.state) / 1e6
+        console.print(f"[bold]4. What you have[/bold] after {time.monotonic() - started:.0f} s")
+        console.print(
+            f"{run / 'model'}  a checkpoint; {run / 'codebooks.png'}  how it uses its codes\n"
+            f"What it remembers of 10,000 bytes, or of any number: {size:.2f} MB\n\n"
+            "Next, on a file of your own:\n"
+            "  flaxen train language --out my-run --model.preset vq-tiny --data.train my-file --data.kind bytes\n"
+            f"  flaxen generate {run / 'model'} --text 'The list' --do-sample --stream\n"
+            "  flaxen bench language",
+            markup=False,
+        )

@@ -1,0 +1,152 @@
+"""flaxen train, eval and generate with a Transformer-VQ: from a file to text, and bit for bit through a kill."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import Done, command
+
+from flaxen.tree import leaves
+
+SMALL = ("d_model=32", "d_k=8", "d_v=32", "n_layers=2", "n_codes=16", "block=16", "window=16")
+FIELDS = ("--model.preset", "vq-tiny", "--model.fields", *SMALL)
+DATA = ("--data.train", "text.bin", "--data.kind", "bytes", "--objective.length", "64", "--objective.update", "32")
+NOISE = ("dropout=0.1", "position_drop=0.1", "layer_drop=0.1", "embedding_dropout=0.1")
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    words = np.random.default_rng(0).choice(["one ", "two ", "three ", "many\n"], 3000)
+    (tmp_path / "text.bin").write_bytes("".join(words).encode())
+    return tmp_path
+
+
+def run(*arguments: str) -> Done:
+    done = command(*arguments)
+    assert done.code == 0, done.err
+    return done
+
+
+def fails(arguments: tuple[str, ...], message: str) -> None:
+    done = command(*arguments)
+    assert done.code in (1, 2), done.out
+    assert message in done.message
+
+
+def train(out: str, *flags: str) -> tuple[str, ...]:
+    return ("train", "language", "--out", out, *FIELDS, *DATA, "--training.batch-size", "4", *flags)
+
+
+def test_from_a_file_to_text(text: Path) -> None:
+    """Trained, evaluated alike by another batch size, continued, sampled; the codebooks are drawn."""
+    run(*train("run", "--training.steps", "60", "--optimizer.learning-rate", "1e-2", "--objective.codebooks", "data"))
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    last = [record for record in records if record["kind"] == "eval"][-1]
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2))
+    assert last["bits_per_byte"] < 4 < 8
+    assert Path("run/codebooks.png").read_bytes()[:4] == b"\x89PNG"
+    asked = ("eval", "language", "run/model", *DATA)
+    values = json.loads(run(*asked, "--batch-size", "3").out)
+    assert values["split"] == "validation"
+    assert values["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert json.loads(run(*asked, "--split", "test").out)["loss"] != values["loss"]
+    carried = json.loads(run(*asked, "--objective.continued", "--batch-size", "1").out)
+    assert carried["loss"] != values["loss"]
+    assert carried["loss"] < 1.05 * values["loss"]
+    sampled = run("generate", "run/model", "--text", "one two", "--do-sample", "--max-new-tokens", "24", "--top-k", "5")
+    assert len(sampled.out.rstrip("\n")) >= 10
+    run("generate", "run/model", "--text", "one two", "--save-memory", "memory.npz")
+    direct = run("generate", "run/model", "--text", "one two", "--max-new-tokens", "16", "--stream").out
+    assert run("generate", "run/model", "--memory", "memory.npz", "--max-new-tokens", "16").out == direct
+
+
+def parameters(out: str) -> dict[str, np.ndarray]:
+    import flaxen
+
+    return {path: np.asarray(leaf) for path, leaf in leaves(flaxen.load(f"{out}/model").model).items()}
+
+
+def test_a_killed_run_ends_alike_bit_for_bit(text: Path) -> None:
+    """Codebooks, the carried state and the dropout of a sequence included; saves fall between updates of a sequence."""
+    flags = ("--training.steps", "30", "--training.save-every", "3", "--training.log-every", "1")
+    flags += ("--training.accumulate", "2", "--model.fields", *SMALL, *NOISE, "--optimizer.restart", "0.05")
+    run(*train("whole", *flags))
+    program = [sys.executable, "-m", "flaxen.cli.main", *train("killed", *flags)]
+    for steps in (4, 13):
+        process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        metrics = Path("killed/metrics.jsonl")
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= steps:
+                break
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    run(*train("killed", *flags))
+    whole, killed = parameters("whole"), parameters("killed")
+    for path, array in whole.items():
+        np.testing.assert_array_equal(killed[path], array, err_msg=path)
+    traces = [
+        [json.loads(line)["loss"] for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+        for out in ("whole", "killed")
+    ]
+    assert traces[0] == traces[1]
+
+
+def test_pictures(text: Path) -> None:
+    """Pixels train, are measured in bits per dimension, and every sample is a whole picture."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    pictures = np.zeros((40, 4, 4, 3), np.uint8)
+    pictures[:] = draw.integers(0, 2, (40, 1, 1, 3)) * 255
+    np.save("pictures.npy", pictures)
+    data = ("--data.train", "pictures.npy", "--data.kind", "pixels", "--objective.length", "48")
+    run("train", "language", "--out", "run", *FIELDS, "absolute=true", *data, "--training.steps", "20",
+        "--training.batch-size", "4")  # fmt: skip
+    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["bits_per_dim"] == pytest.approx(last["loss"] / math.log(2))
+    # Hot enough that special ids would come: about one number in a hundred.
+    run("generate", "run/model", "--pictures", "5", "--out", "drawn", "--do-sample", "--temperature", "50")
+    assert sorted(path.name for path in Path("drawn").iterdir()) == [*(f"000{i}.png" for i in range(5)), "grid.png"]
+    for name, size in (("0000", (4, 4)), ("grid", (16, 11))):
+        with Image.open(f"drawn/{name}.png") as picture:
+            assert picture.size == size
+    fails(("generate", "run/model", "--pictures", "5"), "--pictures needs --out")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--objective.update", "48"), "must be a multiple of objective.update"),
+        (("--objective.length", "48", "--objective.update", "24"), "multiple of the model's block"),
+        (("--model.fields", "window=0"), "window must be at least 1"),
+        (("--model.fields", "d_model=33"), "must be even"),
+        (("--model.fields", "windw=4"), "did you mean 'window'"),
+        (("--model.fields", "attention=full", *SMALL), "full attention keeps nothing"),
+        (("--data.train", "empty.bin"), "empty"),
+    ],
+)
+def test_refused(flags: tuple[str, ...], message: str, text: Path) -> None:
+    Path("empty.bin").touch()
+    fails(train("run", "--training.steps", "2", *flags), message)
+    assert not Path("run").exists()
+
+
+def test_nothing_is_made_up(text: Path) -> None:
+    """Without a checkpoint there is an error, never random weights; and ids must fit."""
+    for asked in (("eval", "language", "absent", *DATA), ("generate", "absent", "--text", "a")):
+        fails(asked, "absent")
+    run(*train("run", "--training.steps", "1"))
+    config = json.loads(Path("run/model/config.json").read_text())
+    Path("run/model/model.safetensors").unlink()
+    fails(("generate", "run/model", "--text", "a"), "model.safetensors")
+    assert config["model_type"] == "transformer_vq"

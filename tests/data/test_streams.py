@@ -1,0 +1,117 @@
+"""Streams of bytes, pixels and text: exact splits, the original's sequences, and what is refused."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vq_goldens import golden
+
+from flaxen.data.pixels import open_pixels
+from flaxen.data.stream_store import Bytes, open_streams, pieces, sequences
+from flaxen.data.streams import Streamed
+from flaxen.data.tokenizers import ByteTokenizer
+from flaxen.errors import InputError
+
+BYTES = ByteTokenizer.plain()
+
+
+class Ids:
+    """A row of ids in memory."""
+
+    def __init__(self, ids: np.ndarray):
+        self.ids, self.identity = ids, "ids"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return np.stack([self.ids[s : s + length] for s in starts]) if len(starts) else np.empty((0, length), np.int32)
+
+
+def test_pipeline_golden() -> None:
+    """Documents to batches: ends appended or not, remainders padded, every sequence prompted with an end."""
+    there = golden("data_pipeline")
+    pad, eos = there.config["pad_id"], there.config["eos_id"]
+    for i, case in enumerate(there.config["cases"]):
+        tokens, lengths = there[f"docs_{case['docs']}/tokens"], there[f"docs_{case['docs']}/lengths"]
+        documents = np.split(tokens, np.cumsum(lengths)[:-1])
+        stream = np.concatenate([np.append(d, eos) if case["append_eos"] else d for d in documents]).astype(np.int32)
+        wanted = {name: there[f"case{i}/{name}"] for name in ("inputs", "targets", "doc_ids", "loss_mask")}
+        length, count = case["sequence_len"], wanted["inputs"].shape[0] * wanted["inputs"].shape[1]
+        inputs, targets = sequences(Ids(stream), np.arange(count), length, eos, pad)
+        real = np.arange(count) * length < len(stream)
+        shape = wanted["targets"].shape
+        np.testing.assert_array_equal(targets.reshape(shape), wanted["targets"])
+        # Rows that fill up a batch are all padding there, their prompt included; here they have no labels either way.
+        np.testing.assert_array_equal(inputs[real], wanted["inputs"].reshape(count, -1)[real])
+        np.testing.assert_array_equal((targets != pad).reshape(shape), wanted["loss_mask"] > 0)
+        numbers = np.cumsum(inputs == eos, axis=1)
+        np.testing.assert_array_equal(numbers[real], wanted["doc_ids"].reshape(count, -1)[real])
+
+
+def test_pieces_of_a_sequence_are_the_sequence() -> None:
+    stream = Bytes(np.arange(100, dtype=np.uint8), 0, 100)
+    inputs, targets = sequences(stream, np.array([0, 2]), 40, 1, 0)
+    parts = [pieces(stream, np.array([0, 80]) + at, np.full(2, at > 0), 10, 1, 0) for at in range(0, 40, 10)]
+    np.testing.assert_array_equal(np.concatenate([p[0] for p in parts], 1)[0], inputs[0])
+    np.testing.assert_array_equal(np.concatenate([p[1] for p in parts], 1), targets)
+    assert targets[1, 19] == 99 + 3
+    assert not targets[1, 20:].any()
+
+
+def test_splits_are_exact(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
+    (tmp_path / "a.bin").write_bytes(data.tobytes())
+    (tmp_path / "b.gz").write_bytes(gzip.compress(data.tobytes()))
+    for name in ("a.bin", "b.gz"):
+        opened = open_streams(Streamed(train=(str(tmp_path / name),), kind="bytes"), BYTES)
+        parts = [stream.rows(np.array([0]), len(stream))[0] for stream in opened.splits.values()]
+        assert [len(part) for part in parts] == [900, 50, 50]
+        np.testing.assert_array_equal(np.concatenate(parts), data.astype(np.int32) + 3)
+    named = Streamed(train=(str(tmp_path / "a.bin"),), validation=(str(tmp_path / "b.gz"),), kind="bytes")
+    sizes = {name: len(stream) for name, stream in open_streams(named, BYTES).splits.items()}
+    assert sizes == {"train": 947, "validation": 1000, "test": 53}
+
+
+def test_text_documents(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n\nbook\n")
+    data = Streamed(train=(str(tmp_path / "*.txt"),), unit="file", cache=tmp_path / "cache", validation_percent=34.0)
+    splits = open_streams(data, BYTES).splits
+    assert [len(splits[name]) for name in ("train", "validation", "test")] == [24, 11, 0]
+    text = BYTES.decode(splits["train"].rows(np.array([0]), 24)[0].tolist())
+    assert text == "three\n\nbook\ntwo\n\nbook\n"
+
+
+def test_pixels(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pictures = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3)).astype(np.uint8)
+    np.save(tmp_path / "a.npy", pictures)
+    np.savez(tmp_path / "b.npz", data=pictures.transpose(0, 3, 1, 2).reshape(6, -1))  # as ImageNet64's files
+    (tmp_path / "folder").mkdir()
+    for i, picture in enumerate(pictures):
+        Image.fromarray(picture).save(tmp_path / "folder" / f"{i}.png")
+    for place in ("a.npy", "b.npz", "folder"):
+        np.testing.assert_array_equal(open_pixels((str(tmp_path / place),), None), pictures)
+    assert open_pixels((str(tmp_path / "folder"),), 2).shape == (6, 2, 2, 3)
+    opened = open_streams(Streamed(train=(str(tmp_path / "a.npy"),), kind="pixels", shares=(50.0, 50.0, 0.0)), BYTES)
+    assert opened.shape == (4, 4, 3)
+    assert [len(stream) for stream in opened.splits.values()] == [3 * 48, 3 * 48, 0]  # cut between pictures
+    np.testing.assert_array_equal(opened.splits["validation"].rows(np.array([48]), 48)[0], pictures[4].reshape(-1) + 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"train": ("empty.bin",)}, "empty"), ({"train": ("absent.bin",)}, "no file"), ({}, "files to train on"),
+     ({"train": ("a.txt",), "kind": "pixels"}, "expected .npz")],
+)  # fmt: skip
+def test_refused(changes: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.bin").touch()
+    Path("a.txt").write_text("text")
+    with pytest.raises(InputError, match=message):
+        open_streams(Streamed(**{"kind": "bytes", **changes}), BYTES)
+    with pytest.raises(InputError, match="sum to 100"):
+        Streamed(shares=(50.0, 10.0, 10.0))
