@@ -1,7 +1,7 @@
 """Transformer-VQ against length: both forms, its quadratic twin, and a GPT-2 of equal size in torch.
 
-The configuration is the one that the original was measured in: width 256, 4 layers of two gated units, one head, keys of 64,
-values of 512, 256 codes, block = window = 256, batch 1, bytes (the preset vq-mini).
+The configuration is the one that the original was measured in, the preset vq-mini: width 256, 4 layers of two gated
+units, one head, keys of 64, values of 512, 256 codes, block = window = 256, batch 1, bytes.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def main() -> None:
         fields = ("d_model=32", "d_k=8", "d_v=32", "n_layers=1", "n_codes=16", "block=32", "window=32")
     bench = BenchLanguage(fields=fields, update=asked.update, repeats=asked.repeats, cores=asked.cores)
     records = []
-    print(f"{'model':14s} {'kind':8s} {'length':>7s} {'tokens/CPU s':>13s} {'ms/token':>9s} {'peak GB':>8s} {'compile':>8s}")
+    titles = f"{'tokens/CPU s':>13s} {'ms/token':>9s} {'peak GB':>8s} {'compile':>8s}"
+    print(f"{'model':14s} {'kind':8s} {'length':>7s} {titles}")
     for kind in asked.kinds:
         for length in asked.lengths:
             for model in asked.models:
@@ -67,7 +68,9 @@ def main() -> None:
                     continue
                 per_token = f"{record.get('milliseconds', float('nan')):9.3f}"
                 figures = f"{record['tokens_per_cpu_second']:13,.0f} {per_token} {record['peak_gb']:8.2f}"
-                print(f"{record['model']:14s} {kind:8s} {length:7,d} {figures} {record['compile_cpu']:8.1f}", flush=True)
+                print(
+                    f"{record['model']:14s} {kind:8s} {length:7,d} {figures} {record['compile_cpu']:8.1f}", flush=True
+                )
     print("the original (see peers), tokens per CPU second elsewhere:", ORIGINAL)
     if asked.json:
         asked.json.write_text(json.dumps(records, indent=1))

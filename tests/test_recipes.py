@@ -34,9 +34,16 @@ def header(path: Path) -> dict[str, str]:
 
 
 def test_there_are_recipes() -> None:
-    assert {"t5-small", "byt5-small", "cpu-mini", "longt5-summarize", "cpu-qmsum", "vit-gpt2-captions"} <= {
-        path.stem for path in RECIPES
-    }
+    assert {
+        "t5-small",
+        "byt5-small",
+        "cpu-mini",
+        "longt5-summarize",
+        "cpu-qmsum",
+        "vit-gpt2-captions",
+        "cpu-vq",
+        "vq-enwik8",
+    } <= {path.stem for path in RECIPES}
 
 
 @each

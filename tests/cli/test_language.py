@@ -123,6 +123,23 @@ def test_pictures(text: Path) -> None:
     fails(("generate", "run/model", "--pictures", "5"), "--pictures needs --out")
 
 
+def test_bench(text: Path) -> None:
+    """Numbers, a table and a picture; what fails is a line."""
+    asked = ("bench", "language", "--models", "vq", "--lengths", "64", "--repeats", "1", "--fields", *SMALL)
+    done = run(*asked, "--out", "bench.png")
+    records = json.loads(Path("bench.json").read_text())
+    assert [(one["kind"], one["length"]) for one in records] == [("train", 64), ("decode", 64)]
+    assert all(one["tokens_per_cpu_second"] > 0 and one["state_bytes"] > 0 for one in records)
+    assert Path("bench.png").stat().st_size > 10_000
+    assert "train" in done.out
+
+
+def test_full_attention_trains_and_writes(text: Path) -> None:
+    run(*train("run", "--objective.update", "64", "--training.steps", "3", "--model.fields", *SMALL, "attention=full"))
+    assert not Path("run/codebooks.png").exists()
+    run("generate", "run/model", "--text", "one two", "--max-new-tokens", "8")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

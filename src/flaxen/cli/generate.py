@@ -19,6 +19,7 @@ from flaxen.errors import InputError
 from flaxen.generate.options import Options, make_options
 
 if TYPE_CHECKING:
+    from flaxen.hf.vq_memory import Memory
     from flaxen.pretrained import Generated, Pretrained
 
 
@@ -94,24 +95,23 @@ class Generate:
             options["bad_words_ids"] = [pretrained.tokenizer.encode(word, eos=False) for word in self.bad_words]
         memory = None
         if self.memory:
-            from flaxen.hf.vq_memory import Memory
+            from flaxen.hf.vq_memory import Memory as Stored
 
-            memory = Memory.load(self.memory, pretrained.config)
-            options["memory"] = memory
+            memory = Stored.load(self.memory, pretrained.config)
         if self.save_memory:
             pretrained.remember(self.text[0], memory).save(self.save_memory)
             print(f"memory in {self.save_memory}: {self.save_memory.stat().st_size / 1e6:,.2f} MB", file=sys.stderr)
             return
         if self.stream:
-            for piece in pretrained.stream((*self.text, *self.image)[0], **options):
+            for piece in pretrained.stream((*self.text, *self.image)[0], memory, **options):
                 print(piece, end="", flush=True)
             print()
         elif self.out is None:
-            for window in self._generate(pretrained, prompts, n, 0, options):
+            for window in self._generate(pretrained, prompts, n, 0, options, memory):
                 for line in window:
                     print(line, flush=True)
         else:
-            self._to_file(self.out, pretrained, prompts, n, options)
+            self._to_file(self.out, pretrained, prompts, n, options, memory)
 
     def _draw(self, given: set[str]) -> None:
         """Pictures one by one as .png, and all of them in grid.png."""
@@ -146,12 +146,18 @@ class Generate:
         return found, n
 
     def _to_file(
-        self, out: Path, pretrained: "Pretrained", prompts: Iterable[tuple[str | None, str]], n: int, options: dict
+        self,
+        out: Path,
+        pretrained: "Pretrained",
+        prompts: Iterable[tuple[str | None, str]],
+        n: int,
+        options: dict,
+        memory: "Memory | None",
     ) -> None:
         """JSON lines survive a kill: the same command goes on behind the last whole window of prompts."""
         if not self.lines:
             with whole_file(out) as file:
-                for window in self._generate(pretrained, prompts, n, 0, options):
+                for window in self._generate(pretrained, prompts, n, 0, options, memory):
                     file.writelines(line + "\n" for line in window)
             return
         from flaxen.hf import files
@@ -162,17 +168,24 @@ class Generate:
             "prompts": [*self.text, self.file], "images": stamps(self.image), "column": self.column,
             "options": {name: repr(value) for name, value in options.items()},
             "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
+            "memory": stamps((self.memory,)) if self.memory else None,
         }  # fmt: skip
         each = make_options(options, pretrained.generation).num_return_sequences
         with closing(Resumable(out, key, each)) as file:
             if file.items:
                 print(f"going on behind prompt {file.items:,} of {n:,}", file=sys.stderr)
-            for window in self._generate(pretrained, prompts, n, file.items, options):
+            for window in self._generate(pretrained, prompts, n, file.items, options, memory):
                 file.write(window)
             file.finish()
 
     def _generate(
-        self, pretrained: "Pretrained", prompts: Iterable[tuple[str | None, str]], n: int, done: int, options: dict
+        self,
+        pretrained: "Pretrained",
+        prompts: Iterable[tuple[str | None, str]],
+        n: int,
+        done: int,
+        options: dict,
+        memory: "Memory | None",
     ) -> Iterator[list[str]]:
         """Lines of some batches at a time, whose prompts are sorted by length among themselves."""
         from rich.console import Console
@@ -186,7 +199,7 @@ class Generate:
             first = done
             for window in windows(islice(prompts, done, None), stride):
                 ids, texts = zip(*window)
-                found = pretrained.generate(list(texts), batch_size=self.batch_size, **options)
+                found = pretrained.generate(list(texts), batch_size=self.batch_size, memory=memory, **options)
                 yield [self._line(dataclasses.replace(one, index=first + one.index), ids[one.index]) for one in found]
                 first += len(window)
                 bar.update(task, completed=first)

@@ -124,7 +124,7 @@ class Language:
 
     def carry(self, rows: int) -> Carry:
         state = vq_lm.empty(self.config, rows)
-        return _packed(state, jnp.zeros((rows, 2), jnp.uint32))
+        return self._packed(state, jnp.zeros((rows, 2), jnp.uint32))
 
     def loss(self, model: VQLM, batch: dict[str, Array], carry: Carry, key: Array | None) -> tuple[Sums, Carry]:
         fresh, rows = batch["fresh"], len(batch["fresh"])
@@ -137,12 +137,12 @@ class Language:
         if key is not None:
             noise = Noise(jax.random.fold_in(key, 0), jax.random.wrap_key_data(now.key[0]))
         sums, state, _ = model.loss(
-            batch["inputs"], batch["labels"], _unpacked(now), commit=self.objective.commit, noise=noise,
+            batch["inputs"], batch["labels"], self._unpacked(now), commit=self.objective.commit, noise=noise,
             learn=key is not None,
         )  # fmt: skip
         if key is not None and self.objective.normalise == "positions":
             sums = sums._replace(weight=jnp.asarray(batch["labels"].size, jnp.float32))
-        return sums, _packed(state, now.key)
+        return sums, self._packed(state, now.key)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums.loss / sums.weight)
@@ -202,12 +202,14 @@ class Language:
         batch = self.batch(0, min(8, self.sequences))
         return jax.jit(vq_lm.fit_codebooks)(model, jnp.asarray(batch["inputs"]), jax.random.key(self.seed))
 
+    def _packed(self, state: State, key: Array) -> Carry:
+        # Full attention keeps nothing: its caches are empty arrays, which no file need hold.
+        caches = state.caches if self.config.attention == "vq" else ()
+        rows_first = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), caches)
+        return Carry(state.position, state.seen.documents, state.seen.latest, rows_first, key)
 
-def _packed(state: State, key: Array) -> Carry:
-    rows_first = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), state.caches)
-    return Carry(state.position, state.seen.documents, state.seen.latest, rows_first, key)
-
-
-def _unpacked(carry: Carry) -> State:
-    layers_first = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), carry.caches)
-    return State(carry.position, vq_lm.Seen(carry.documents, carry.latest), layers_first)
+    def _unpacked(self, carry: Carry) -> State:
+        seen, caches = vq_lm.Seen(carry.documents, carry.latest), carry.caches
+        if self.config.attention == "full":
+            return State(carry.position, seen, vq_lm.empty(self.config, len(carry.position)).caches)
+        return State(carry.position, seen, jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), caches))
