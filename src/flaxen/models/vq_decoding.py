@@ -155,10 +155,7 @@ class Decoding:
         z, _ = unit.codebook.nearest(k)
         slots = c.window + 1
         at, out = now.time % slots, (now.time + 1) % slots
-        ring = memory._replace(
-            codes=lax.dynamic_update_slice_in_dim(memory.codes, z, at, 2),
-            values=lax.dynamic_update_slice_in_dim(memory.values, v.astype(memory.values.dtype), at, 2),
-        )
+        ring = memory._replace(codes=lax.dynamic_update_slice_in_dim(memory.codes, z, at, 2))
         by_code = jnp.einsum("RNGH,NMH->RNGM", queries, codes)
         near = jnp.take_along_axis(by_code, jnp.minimum(ring.codes, c.n_codes - 1)[:, :, None], axis=-1)
         near = near + jnp.roll(by_distance, at + 1, axis=-1)
@@ -170,10 +167,20 @@ class Decoding:
                 far = jnp.where((now.latest == number)[:, None, None, None], far, NEVER)
             scores = jnp.concatenate([near, far], axis=-1)
         p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        y = jnp.einsum("RNGE,RNEV->RNGV", p[..., :slots], ring.values, preferred_element_type=jnp.float32)
+        # The token's own value is not in the ring yet. Were it written first, XLA would write it twice, each time into
+        # a copy of all that is remembered.
+        own = jnp.arange(slots) == at
+        y = jnp.einsum(
+            "RNGE,RNEV->RNGV", jnp.where(own, 0, p[..., :slots]), ring.values, preferred_element_type=jnp.float32
+        )
+        y = y + jnp.sum(jnp.where(own, p[..., :slots], 0), -1, keepdims=True) * v
         if c.aggregate:
             y = y + jnp.einsum("RNGM,RNMV->RNGV", p[..., slots:], ring.means.astype(v.dtype))
-            ring = self._joined(ring, out, leaving, now.latest)
+        late = _after(y)
+        if c.aggregate:
+            ring = self._joined(ring, out + late, leaving, now.latest)
+        values = lax.dynamic_update_slice_in_dim(ring.values, v.astype(ring.values.dtype), at + late, 2)
+        ring = ring._replace(values=values)
         return unit.output(y[:, :, :, None].astype(v.dtype), gate), ring
 
     def _joined(self, ring: Ring, out: Array, leaving: Array, latest: Array) -> Ring:
@@ -191,10 +198,8 @@ class Decoding:
         mean = jnp.where((old > 0)[..., None], mean, 0.0)
         mean = mean * (1 - share)[..., None] + value * share[..., None]
         rounded = lambda a: a.astype(c.law.rounding).astype(jnp.float32)  # noqa: E731
-        return ring._replace(
-            counts=counts.at[rows, heads, code].set(rounded(new), mode="drop"),
-            means=ring.means.at[rows, heads, code].set(rounded(mean), mode="drop"),
-        )
+        counts = counts.at[rows, heads, code].set(rounded(new), mode="drop")
+        return ring._replace(counts=counts, means=ring.means.at[rows, heads, code].set(rounded(mean), mode="drop"))
 
     def _seen_all(
         self, unit: Unit, queries: Array, by_distance: Array, k: Array, v: Array, gate: Array | None, visible: Array,
@@ -232,6 +237,12 @@ def _with_rows(state: Decode, change: Any) -> Decode:
 
 def _repeated(state: Decode, beams: int) -> Decode:
     return state if beams == 1 else _with_rows(state, lambda a: jnp.repeat(a, beams, axis=0))
+
+
+def _after(read: Array) -> Int[Array, ""]:
+    """0, known when `read` is. An index with it in waits for what was read: that can then be written over in its place,
+    where XLA would else make a copy of it."""
+    return jnp.isnan(read.reshape(-1)[0]).astype(jnp.int32)
 
 
 def _ring(cache: Cache) -> Ring:

@@ -93,6 +93,11 @@ class Config:
         return 1 if self.heads == "mqa" else self.n_heads
 
     @property
+    def units(self) -> int:
+        """Attentions of a layer."""
+        return 2 if self.heads == "shga" else 1
+
+    @property
     def law(self) -> Law:
         rounding = self.compute if self.reference else "float32"
         return Law(self.window, self.block, self.aggregate, self.through_cache, self.documents, rounding)
@@ -352,8 +357,9 @@ def empty(config: Config, rows: int) -> State:
     # Full attention remembers nothing here: it is trained on whole sequences.
     window, codes = (c.window, c.n_codes) if c.attention == "vq" else (0, 0)
     one = Cache.empty(rows, c.key_heads, window, codes, c.d_k, c.d_v)
-    cache = jax.tree.map(lambda a: jnp.broadcast_to(a, (c.n_layers, *a.shape)), one)
-    return State(jnp.zeros(rows, jnp.int32), Seen.nothing(rows, c.window), (cache,) * (2 if c.heads == "shga" else 1))
+    # An array for each: they may be given away one by one.
+    every = [jax.tree.map(lambda a: jnp.broadcast_to(a, (c.n_layers, *a.shape)), one) for _ in range(c.units)]
+    return State(jnp.zeros(rows, jnp.int32), Seen.nothing(rows, c.window), tuple(every))
 
 
 def number_documents(
