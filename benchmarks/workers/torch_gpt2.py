@@ -55,7 +55,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
                 for _ in range(new):
                     out = model(token, past_key_values=past, use_cache=True)
                     past, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-                past.crop(length)
+                past.crop(-new)
 
             found, tokens = timed(decode, asked["repeats"]), new
         found["milliseconds"] = 1e3 * found["wall"] / tokens
