@@ -23,7 +23,7 @@ class DemoLanguage:
 
     out: Path = Path("flaxen-demo-language")
     """Directory for the corpus and the run. Run again to see its results again."""
-    steps: int = 200
+    steps: int = 160
     """Of training."""
 
     def run(self, given: set[str]) -> None:
