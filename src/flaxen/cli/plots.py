@@ -14,6 +14,7 @@ from flaxen.tree import leaves
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullLocator
 
 
 def codebooks(model: Any, path: Path) -> None:
@@ -70,6 +71,9 @@ def throughput(records: list[dict[str, Any]], path: Path) -> None:
             if points:
                 axis.plot(*zip(*sorted(points)), "o-", label=name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+        lengths = sorted({record["length"] for record in records})
+        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], minor=False)
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.grid(alpha=0.3, which="both")
         axis.legend()
     _saved(figure, path)
