@@ -36,9 +36,20 @@ EVERYTHING = Settings(
     ),
     objective=Objective(input_length=96, density=0.3, mean_span=4.5, z_loss=1e-4),
     optimizer=Optimizer(
-        "muon", 3e-4, weight_decay=0.1, b1=0.8, b2=0.95, eps=1e-6, momentum=0.9, clip=0.5, freeze=("head.*",)
+        "muon",
+        3e-4,
+        weight_decay=0.1,
+        b1=0.8,
+        b2=0.95,
+        eps=1e-6,
+        momentum=0.9,
+        clip=0.5,
+        codebook=0.9,
+        restart=0.1,
+        reference=True,
+        freeze=("head.*",),
     ),
-    schedule=Schedule("warmup-stable-decay", warmup=7, floor=0.1, decay=0.3),
+    schedule=Schedule("warmup-stable-decay", warmup=7, floor=0.1, decay=0.3, steps=90, reference=True),
     training=Training(
         epochs=2.5,
         batch_size=12,
