@@ -4,6 +4,7 @@ import functools
 import logging
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,12 +101,24 @@ class Checkpoints:
             yield
         except (OSError, ValueError) as error:  # tensorstore's errors are ValueErrors
             directory = Path(self._manager.directory)
-            for path in directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
+            _remove_for_good(directory)
             raise InputError(
                 f"a checkpoint cannot be written to {directory}: {error}\nCheckpoints there: "
                 f"{', '.join(map(str, self.steps)) or 'none'}. Is the disk full? With room, the same command goes on"
             ) from error
+
+
+def _remove_for_good(directory: Path) -> None:
+    """What an interrupted save has left. Writes that were under way may put it there again: it must stay away."""
+    away = 0
+    for _ in range(100):
+        left = list(directory.glob("*.orbax-checkpoint-tmp*"))
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        away = 0 if left else away + 1
+        if away == 5:
+            return
+        time.sleep(0.1)
 
 
 @functools.cache
