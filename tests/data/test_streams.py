@@ -85,7 +85,9 @@ def test_text_documents(tmp_path: Path) -> None:
 
 
 def test_pixels(tmp_path: Path) -> None:
+    import pyarrow
     from PIL import Image
+    from pyarrow import parquet
 
     pictures = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3)).astype(np.uint8)
     np.save(tmp_path / "a.npy", pictures)
@@ -93,7 +95,9 @@ def test_pixels(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for i, picture in enumerate(pictures):
         Image.fromarray(picture).save(tmp_path / "folder" / f"{i}.png")
-    for place in ("a.npy", "b.npz", "folder"):
+    files = [{"bytes": (tmp_path / "folder" / f"{i}.png").read_bytes(), "path": None} for i in range(6)]
+    parquet.write_table(pyarrow.table({"image": files}), tmp_path / "c.parquet")
+    for place in ("a.npy", "b.npz", "folder", "c.parquet"):
         np.testing.assert_array_equal(open_pixels((str(tmp_path / place),), None), pictures)
     assert open_pixels((str(tmp_path / "folder"),), 2).shape == (6, 2, 2, 3)
     opened = open_streams(Streamed(train=(str(tmp_path / "a.npy"),), kind="pixels", shares=(50.0, 50.0, 0.0)), BYTES)

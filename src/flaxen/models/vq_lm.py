@@ -433,7 +433,7 @@ def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
             x, _, _ = layer(x, now, caches, None, c, None)
         fitted.append(layer)
     layers = jax.tree.map(lambda *a: jnp.stack(a), *fitted)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf, _with_layers(model, layers))
+    return _with_layers(model, layers)
 
 
 def _with_layers(model: VQLM, layers: Layer) -> VQLM:
