@@ -16,15 +16,13 @@ from flaxen.nn.vq import NEVER, Cache
 
 
 class Ring(NamedTuple):
-    """What one attention remembers: the last C + 1 tokens in turn, each in the place of the one before them all.
-
-    Of a key only its code is kept: its score is that of the code.
+    """What one attention remembers: the last C + 1 tokens in turn, each in the place of the one before them all, and
+    the means of those that have left. Of a key only its code is kept: its score is that of the code.
     """
 
     codes: Int[Array, "R N E"]
-    values: Float[Array, "R N E V"]
     counts: Float[Array, "R N M"]
-    means: Float[Array, "R N M V"]
+    values: Float[Array, "R N _ V"]  # of the tokens, then the means of codes: one array, read by one product
 
 
 class Grown(NamedTuple):
@@ -71,7 +69,7 @@ class Decoding:
                 _, state, _ = self.model(before, state, real)
         rings = []
         for i in range(c.n_layers):
-            rings += [_ring(jax.tree.map(lambda a, i=i: a[i], cache)) for cache in state.caches]
+            rings += [_ring(jax.tree.map(lambda a, i=i: a[i], cache), c.aggregate) for cache in state.caches]
         made = Decode(
             jnp.asarray(c.window, jnp.int32),
             state.position,
@@ -169,37 +167,35 @@ class Decoding:
         p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         # The token's own value is not in the ring yet. Were it written first, XLA would write it twice, each time into
         # a copy of all that is remembered.
-        own = jnp.arange(slots) == at
-        y = jnp.einsum(
-            "RNGE,RNEV->RNGV", jnp.where(own, 0, p[..., :slots]), ring.values, preferred_element_type=jnp.float32
-        )
-        y = y + jnp.sum(jnp.where(own, p[..., :slots], 0), -1, keepdims=True) * v
-        if c.aggregate:
-            y = y + jnp.einsum("RNGM,RNMV->RNGV", p[..., slots:], ring.means.astype(v.dtype))
+        own = jnp.arange(p.shape[-1]) == at
+        y = jnp.einsum("RNGE,RNEV->RNGV", jnp.where(own, 0, p), ring.values, preferred_element_type=jnp.float32)
+        y = y + jnp.sum(jnp.where(own, p, 0), -1, keepdims=True) * v
         late = _after(y)
         if c.aggregate:
-            ring = self._joined(ring, out + late, leaving, now.latest)
+            ring = self._joined(ring, out, late, leaving, now.latest)
         values = lax.dynamic_update_slice_in_dim(ring.values, v.astype(ring.values.dtype), at + late, 2)
         ring = ring._replace(values=values)
         return unit.output(y[:, :, :, None].astype(v.dtype), gate), ring
 
-    def _joined(self, ring: Ring, out: Array, leaving: Array, latest: Array) -> Ring:
+    def _joined(self, ring: Ring, out: Array, late: Array, leaving: Array, latest: Array) -> Ring:
         """The token that leaves the window becomes a part of its code's mean."""
         c = self.config
         rows, heads = jnp.arange(len(leaving))[:, None], jnp.arange(c.key_heads)
         counts = ring.counts * (latest == leaving)[:, None, None] if c.documents else ring.counts
         code = lax.dynamic_index_in_dim(ring.codes, out, 2, keepdims=False)
-        value = lax.dynamic_index_in_dim(ring.values, out, 2, keepdims=False).astype(jnp.float32)
+        place = c.window + 1 + code  # beyond all means, for padding
+        value = lax.dynamic_index_in_dim(ring.values, out, 2, keepdims=False)
         joins = (leaving > 0).astype(jnp.float32)[:, None]
         old = counts.at[rows, heads, code].get(mode="fill", fill_value=0.0)
         new = old + joins
         share = joins / jnp.maximum(new, 1.0)
-        mean = ring.means.at[rows, heads, code].get(mode="fill", fill_value=0.0)
+        mean = ring.values.at[rows, heads, place].get(mode="fill", fill_value=0.0)
         mean = jnp.where((old > 0)[..., None], mean, 0.0)
         mean = mean * (1 - share)[..., None] + value * share[..., None]
         rounded = lambda a: a.astype(c.law.rounding).astype(jnp.float32)  # noqa: E731
         counts = counts.at[rows, heads, code].set(rounded(new), mode="drop")
-        return ring._replace(counts=counts, means=ring.means.at[rows, heads, code].set(rounded(mean), mode="drop"))
+        values = ring.values.at[rows, heads, place + late].set(rounded(mean), mode="drop")
+        return ring._replace(counts=counts, values=values)
 
     def _seen_all(
         self, unit: Unit, queries: Array, by_distance: Array, k: Array, v: Array, gate: Array | None, visible: Array,
@@ -245,9 +241,9 @@ def _after(read: Array) -> Int[Array, ""]:
     return jnp.isnan(read.reshape(-1)[0]).astype(jnp.int32)
 
 
-def _ring(cache: Cache) -> Ring:
+def _ring(cache: Cache, aggregate: bool) -> Ring:
     """The next token's place is behind the window's last."""
-    codes, values = (
-        jnp.pad(a, ((0, 0), (0, 0), (0, 1), *[(0, 0)] * (a.ndim - 3))) for a in (cache.codes, cache.values)
-    )
-    return Ring(codes, values, cache.counts, cache.means)
+    codes = jnp.pad(cache.codes, ((0, 0), (0, 0), (0, 1)))
+    means = [cache.means] if aggregate else []
+    values = jnp.concatenate([cache.values, jnp.zeros_like(cache.values[:, :, :1]), *means], axis=2)
+    return Ring(codes, cache.counts, values)
