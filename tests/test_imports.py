@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "flaxen"
 ALLOWED = {
     "tree": set(),
     "errors": set(),
+    "host": set(),
     "atomic": set(),
     "metrics": {"errors"},
     "nn": {"tree"},
@@ -34,6 +35,7 @@ ALLOWED = {
         "metrics",
         "tree",
         "errors",
+        "host",
         "atomic",
         "",
     },

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxen.errors import InputError
+from flaxen.host import keep_freed_memory
 
 FORMS = {"vq": ("form=scan",), "vq-parallel": ("form=parallel",), "full": ("attention=full",)}
 
@@ -91,6 +92,7 @@ class BenchLanguage:
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
+    keep_freed_memory()
     if asked["cores"]:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: asked["cores"]]))
     import jax

@@ -236,7 +236,7 @@ class Layer(nnx.Module):
         if self.second is None:
             y = self.feed(x, c)
             return x + dropout(y, c.dropout, None if noises[1] is None else noises[1].chunk), (cache,), learning
-        x, other, more = self.second(x, seen, caches[1], weights, c, noises[1])
+        x, other, more = self.second(kept(x), seen, caches[1], weights, c, noises[1])
         return x, (cache, other), jax.tree.map(jnp.add, learning, more)
 
     def feed(self, x: Float[Array, "B T D"], c: Config) -> Float[Array, "B T D"]:

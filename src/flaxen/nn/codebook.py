@@ -7,6 +7,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from flaxen.nn.param import constant, normal
+from flaxen.nn.stack import kept
 
 LEAST = 0.01  # what a count is taken for at least
 
@@ -26,7 +27,7 @@ class Codebook(nnx.Module):
         """The code of each key, the first if there are several, and its vector with the gradient of the key."""
         codes = self.vectors()
         dots = jnp.einsum("BNTH,NMH->BNTM", lax.stop_gradient(k), codes)
-        z = jnp.argmin(jnp.square(codes).sum(-1)[:, None] - 2 * dots, axis=-1).astype(jnp.int32)
+        z = kept(jnp.argmin(jnp.square(codes).sum(-1)[:, None] - 2 * dots, axis=-1).astype(jnp.int32))
         chosen = codes[jnp.arange(len(codes))[:, None], z]
         return z, chosen + (k - lax.stop_gradient(k))
 
@@ -40,8 +41,8 @@ class Codebook(nnx.Module):
         head = jnp.arange(z.shape[1])[:, None]
         w = jnp.broadcast_to(weights[:, None], z.shape)
         k = lax.stop_gradient(k) * w[..., None]
-        keys = jnp.zeros(self.sum.shape).at[head, z].add(k)
-        counts = jnp.zeros(self.count.shape).at[head, z].add(w)
+        keys = kept(jnp.zeros(self.sum.shape).at[head, z].add(k))
+        counts = kept(jnp.zeros(self.count.shape).at[head, z].add(w))
         return -jnp.vdot(keys, _only_gradient(self.sum[...])) - jnp.vdot(counts, _only_gradient(self.count[...]))
 
 

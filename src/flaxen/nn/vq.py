@@ -324,7 +324,7 @@ def _block_backward(
     slope = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     ds = weights.near * (_dot(g, w.values.T) - slope)
     dvalues = _dot(_turned(weights.near.astype(dtype)), g)
-    dqueries, dkeys = _dot(ds, w.keys), _dot(_turned(ds), w.queries)
+    dqueries, dkeys = _dot(ds, w.keys), _turned(_dot(_turned(w.queries), ds))  # queries are narrower than ds
     dx = _unskew(law, ds)
     ddistant = jax.vmap(_dot)(dx, w.table).reshape(w.distant.shape)
     dtable = jax.vmap(lambda x, d: _dot(_turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
