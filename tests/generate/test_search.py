@@ -26,6 +26,23 @@ def test_fifty_inputs_give_torchs_tokens(reference: Reference, beams: int) -> No
         np.testing.assert_allclose([one.score for one in ours], scores, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("vocab", [3, 128, 129, 300, 1000])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_best_of_chunks_are_the_best_of_all(vocab: int, beams: int) -> None:
+    """Also among equal scores, and where most are impossible."""
+    draw = np.random.default_rng(vocab)
+    scores = draw.integers(0, 40, (4, beams, vocab)).astype(np.float32)
+    scores[1] = -np.inf
+    scores[1, -1, -1] = scores[2, 0, 0] = 99.0
+    k = min(8, beams * vocab)
+    values, index = jax.lax.top_k(jnp.asarray(scores.reshape(4, -1)), k)
+    found, parents, tokens = search._best(jnp.asarray(scores), k)
+    np.testing.assert_array_equal(found, values)
+    possible = np.isfinite(values)
+    np.testing.assert_array_equal((parents * vocab + tokens)[possible], index[possible])
+    assert (np.asarray(tokens) < vocab).all()
+
+
 @pytest.mark.parametrize(
     "options",
     [

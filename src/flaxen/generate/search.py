@@ -160,10 +160,8 @@ def _beam_step(
     shaped = _process(logprobs, search, numbers, options, eos)
 
     # Enough candidates that `n` of them go on even if as many end.
-    totals = (shaped + search.scores[..., None]).reshape(len(logits), -1)
-    totals, index = lax.top_k(totals, max(2, 1 + len(eos)) * n)
-    parent, token = index // logits.shape[-1], (index % logits.shape[-1]).astype(jnp.int32)
-    gained = jnp.take_along_axis(logprobs.reshape(len(logits), -1), index, axis=1)
+    totals, parent, token = _best(shaped + search.scores[..., None], max(2, 1 + len(eos)) * n)
+    gained = logprobs[jnp.arange(len(logits))[:, None], parent, token]
     tokens = lax.dynamic_update_index_in_dim(_pick(search.tokens, parent), token, at, 2)
     history = lax.dynamic_update_index_in_dim(_pick(search.logprobs, parent), gained, at, 2)
     ends = _is_end(token, eos) | (new >= limit)
@@ -206,6 +204,28 @@ def _process(
     for process in processors(options, eos, sampling=options.do_sample):
         logits = process(logits, context)
     return logits
+
+
+def _best(
+    scores: Float[Array, "B G V"], k: int, size: int = 128
+) -> tuple[Float[Array, "B K"], Int[Array, "B K"], Int[Array, "B K"]]:
+    """The k largest scores of each row, with their beams and tokens; of equal scores, those that come first.
+
+    They lie in the k chunks of `size` scores whose largest are the largest: only these are sorted.
+    """
+    b, g, v = scores.shape
+    n, whole = -(-v // size), v // size * size
+    largest = scores[..., :whole].reshape(b, g, whole // size, size).max(axis=-1)
+    if whole < v:
+        largest = jnp.concatenate([largest, scores[..., whole:].max(axis=-1, keepdims=True)], axis=-1)
+    _, chunks = lax.top_k(largest.reshape(b, -1), min(k, g * n))
+    chunks = jnp.sort(chunks, axis=-1)  # so that scores stay in their order
+    beams = jnp.broadcast_to((chunks // n)[..., None], (*chunks.shape, size))
+    tokens = (chunks % n * size)[..., None] + jnp.arange(size)
+    found = scores.at[jnp.arange(b)[:, None, None], beams, tokens].get(mode="fill", fill_value=-jnp.inf)
+    totals, at = lax.top_k(found.reshape(b, -1), k)
+    beams, tokens = (jnp.take_along_axis(a.reshape(b, -1), at, axis=1) for a in (beams, tokens))
+    return totals, beams, jnp.minimum(tokens, v - 1).astype(jnp.int32)
 
 
 def _is_end(tokens: Array, eos: tuple[int, ...]) -> Array:
