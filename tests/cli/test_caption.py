@@ -145,6 +145,7 @@ def test_preview_and_replay(trained: Path, material: Path) -> None:
     assert loss == pytest.approx(records(trained, "train")[4]["loss"], rel=1e-6)
 
 
+@pytest.mark.optimised
 def test_a_killed_run_ends_bit_for_bit_alike(trained: Path, material: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = [sys.executable, "-m", "flaxen.cli.main", *map(str, flags(material, out))]

@@ -68,12 +68,13 @@ def test_from_a_file_to_text(text: Path) -> None:
     assert run("generate", "run/model", "--memory", "memory.npz", "--max-new-tokens", "16").out == direct
 
 
-def parameters(out: str) -> dict[str, np.ndarray]:
+def parameters(out: str, model: str = "model") -> dict[str, np.ndarray]:
     import flaxen
 
-    return {path: np.asarray(leaf) for path, leaf in leaves(flaxen.load(f"{out}/model").model).items()}
+    return {path: np.asarray(leaf) for path, leaf in leaves(flaxen.load(Path(out, model)).model).items()}
 
 
+@pytest.mark.optimised
 def test_a_killed_run_ends_alike_bit_for_bit(text: Path) -> None:
     """Codebooks, the carried state and the dropout of a sequence included; saves fall between updates of a sequence."""
     flags = ("--training.steps", "30", "--training.save-every", "3", "--training.log-every", "1")
@@ -121,6 +122,29 @@ def test_pictures(text: Path) -> None:
         with Image.open(f"drawn/{name}.png") as picture:
             assert picture.size == size
     fails(("generate", "run/model", "--pictures", "5"), "--pictures needs --out")
+
+
+def test_words_and_adapters(text: Path) -> None:
+    """With a vocabulary, losses are also given per byte and per word; an adapter that is merged in measures as it did
+    when it was trained, and the model under it is as it was."""
+    Path("text.txt").write_bytes(Path("text.bin").read_bytes())
+    run("vocab", "vocab", "--data.train", "text.txt", "--size", "23", "--sentinels", "0")
+    data = ("--data.train", "text.txt", "--objective.length", "64", "--objective.update", "32")
+    run("train", "language", "--out", "run", *FIELDS, "--model.tokenizer", "vocab", *data, "--training.steps", "10")
+    values = json.loads(run("eval", "language", "run/model", *data).out)
+    # Sentences of words from {one, two, three, many} that a line break ends: bytes, words and tokens go together.
+    assert values["loss"] < math.log(values["word_perplexity"]) < 3 * values["loss"]
+    assert 0 < values["bits_per_byte"] < values["loss"] / math.log(2)
+    adapter = ("--lora.rank", "2", "--lora.targets", "*.q", "*.o", "--optimizer.learning-rate", "1e-2")
+    run("train", "language", "--out", "adapted", "--model.init", "run/model", *data, *adapter, "--training.steps", "10")
+    last = json.loads(Path("adapted/metrics.jsonl").read_text().splitlines()[-1])
+    run("merge", "run/model", "adapted/model", "merged")
+    merged = json.loads(run("eval", "language", "merged", *data).out)
+    assert merged["loss"] == pytest.approx(last["loss"], rel=1e-4)
+    assert merged["loss"] < values["loss"]
+    before, after = parameters("run"), parameters("merged", "")
+    changed = {path.split(".")[-2] for path, array in before.items() if not np.array_equal(after[path], array)}
+    assert changed == {"q", "o"}
 
 
 def test_bench(text: Path) -> None:

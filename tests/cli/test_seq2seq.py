@@ -115,6 +115,7 @@ def test_preview_replay_and_export(trained: Path, material: Path, tmp_path: Path
     assert flaxen.load(tmp_path / "exported").config.attention == "transient-global"
 
 
+@pytest.mark.optimised
 def test_a_killed_run_ends_bit_for_bit_alike(material: Path, tmp_path: Path) -> None:
     """Packed; the runs above are grouped, and tests/train/test_resume.py kills at many more moments."""
     whole = command(*flags(material, tmp_path / "whole", "--objective.batching", "packed", "--quiet"))

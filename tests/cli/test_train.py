@@ -26,6 +26,8 @@ from flaxen.tasks.denoise import Denoise
 from flaxen.tasks.objective import Objective
 from flaxen.train.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.optimised
+
 CONFIG = {
     "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
     "dropout_rate": 0.0,

@@ -32,6 +32,7 @@ def labels(rows: int = 3, length: int = 9) -> np.ndarray:
     return found
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("changes", CASES)
 def test_logits_loss_and_gradients_equal_torch(changes: dict[str, Any], tmp_path: Path) -> None:
     """The loss is VisionEncoderDecoderModel's with labels: they are shifted once."""

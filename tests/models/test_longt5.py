@@ -26,13 +26,13 @@ CASES = [
     ("local", 3, 16, 1, False, True),
     ("local", 3, 16, 700, True, False),
     ("local", 31, 16, 200, False, True),
-    ("local", 127, 16, 300, True, True),
+    pytest.param(("local", 127, 16, 300, True, True), marks=pytest.mark.optimised),
     ("transient-global", 3, 2, 61, False, True),
     ("transient-global", 5, 3, 131, True, True),
     ("transient-global", 15, 16, 9, True, False),  # shorter than a block of side tokens
     ("transient-global", 31, 8, 257, False, False),
     ("transient-global", 100, 12, 450, True, False),
-    ("transient-global", 127, 16, 700, True, False),
+    pytest.param(("transient-global", 127, 16, 700, True, False), marks=pytest.mark.optimised),
 ]
 
 

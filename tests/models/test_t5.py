@@ -52,6 +52,7 @@ def change(model: T5, **fields: object) -> T5:
     return jax.tree.unflatten(jax.tree.structure(T5(config)), jax.tree.leaves(model))
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_logits_equal_torch(reference: Reference, seed: int) -> None:
     ids, valid, labels = random_batch(reference.vocab, seed)
@@ -64,6 +65,7 @@ def test_logits_equal_torch(reference: Reference, seed: int) -> None:
     close(flaxen.load(reference.directory).logits(ids, decoder, valid), theirs, 2e-5)
 
 
+@pytest.mark.optimised
 def test_loss_and_every_gradient_equal_torch(reference: Reference) -> None:
     ids, valid, labels = random_batch(reference.vocab, 3)
     reference.model.zero_grad()

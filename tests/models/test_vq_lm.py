@@ -22,7 +22,6 @@ from flaxen.nn.vq import NEVER
 from flaxen.pretrained import Pretrained
 
 SIZES = {"vocab_size": 23, "d_model": 16, "d_k": 8, "d_v": 12, "n_layers": 2, "n_codes": 5, "block": 4, "window": 6}
-pytestmark = pytest.mark.usefixtures("hastily")
 KINDS: dict[str, dict[str, Any]] = {
     "shga": {},
     "heads": {"n_heads": 2, "norm_out": True, "tied": True, "logit_scale": 0.5},

@@ -129,7 +129,6 @@ def test_queries_and_values_by_default(model: Any, paths: str) -> None:
     assert lora.targets(model, LoRA(2)).keys() == set(paths.split())
 
 
-@pytest.mark.usefixtures("hastily")
 @pytest.mark.parametrize("config", [MOUTH, dataclasses.replace(ALONE, scan=False)], ids=["cross", "unrolled"])
 def test_attached_is_merged(config: Any) -> None:
     """Logits, loss, and the gradients of both halves."""
@@ -187,7 +186,6 @@ class Memorise:
         return {}
 
 
-@pytest.mark.usefixtures("hastily")
 @pytest.mark.parametrize(("accumulate", "rate"), [(1, 0.0), (2, 0.2)])
 def test_training_changes_the_adapter_alone(accumulate: int, rate: float) -> None:
     config = dataclasses.replace(ALONE, dropout=rate, attention_dropout=rate)

@@ -21,7 +21,6 @@ from flaxen.train.settings import Optimizer, Schedule, Training
 from flaxen.train.step import Stepper
 from flaxen.tree import leaves, map_leaves
 
-pytestmark = pytest.mark.usefixtures("hastily")
 DECAY = 0.9
 # The original's names of a toy tree, and paths that our tables treat as it treats its own.
 TOY = {

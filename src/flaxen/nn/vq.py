@@ -238,8 +238,8 @@ class Window(NamedTuple):
     values: Float[Array, "S V"]
     table: Float[Array, "G E H"]
     codebook: Float[Array, "M H"]
-    visible: Bool[Array, "W S"]  # which keys each query sees
-    known: Bool[Array, "W"]  # and which queries see the means
+    hidden: Float[Array, "#W S"]  # NEVER for keys that a query does not see, beside those ahead of it
+    known: Bool[Array, "W"]  # which queries see the means
 
 
 def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
@@ -254,19 +254,17 @@ def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
         cut(operands.values),
         operands.table,
         context.codebook,
-        _visible(law, documents),
-        own == context.before[i] if law.documents else own > 0,
+        _hidden(law, documents),
+        own == context.before[i],
     )
 
 
-def _visible(law: Law, documents: Int[Array, "S"]) -> Bool[Array, "W S"]:
-    """Which keys of its window each query of a block sees."""
-    i, j = jnp.arange(law.block)[:, None], jnp.arange(law.window + law.block)
-    band = j <= i + law.window
-    if not law.aggregate:
-        band &= j >= i
-    own = documents[law.window :, None]
-    return band & (documents > 0) & ((documents == own) if law.documents else True)
+def _hidden(law: Law, documents: Int[Array, "S"]) -> Float[Array, "#W S"]:
+    """NEVER for keys of its window that a query of a block does not see: padding, or another document's."""
+    seen = documents > 0
+    if law.documents:
+        seen = seen & (documents == documents[law.window :, None])
+    return jnp.where(jnp.atleast_2d(seen), 0.0, NEVER)
 
 
 def _scores(law: Law, w: Window, counts: Array) -> tuple[Float[Array, "R S"], Float[Array, "R M"] | None]:
@@ -274,11 +272,12 @@ def _scores(law: Law, w: Window, counts: Array) -> tuple[Float[Array, "R S"], Fl
     groups = len(w.table)
     by_distance = jax.vmap(_dot)(w.distant.reshape(groups, law.block, -1), w.table.swapaxes(1, 2))
     near = _dot(w.queries, w.keys.T) + _skew(law, by_distance)
-    near = jnp.where(jnp.tile(w.visible, (groups, 1)), near, NEVER)
+    near = (near.reshape(groups, law.block, -1) + w.hidden).reshape(near.shape)
     if not law.aggregate:
         return near, None
     bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
-    bias = jnp.where(jnp.tile(w.known, groups)[:, None], bias, NEVER)
+    if law.documents:
+        bias = jnp.where(jnp.tile(w.known, groups)[:, None], bias, NEVER)
     return near, _dot(w.queries, w.codebook.T) + bias
 
 
@@ -348,12 +347,15 @@ def _turned(a: Array) -> Array:
 
 def _skew(law: Law, x: Float[Array, "G W E"]) -> Float[Array, "R S"]:
     """Scores by distance, C first and 0 last, as scores by key: query i of a block finds its row moved i to the right,
-    and 0 where a key is farther than C or ahead."""
-    size = law.window + law.block
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, law.block)))
-    # A row one longer than a row of the result: reading on, each query begins one later.
+    NEVER where a key is ahead, and where it is farther than C: 0, or NEVER if such keys are not seen at all."""
+    size, w = law.window + law.block, law.block
+    # A row one longer than a row of the result: reading on, each query begins one later. What stands behind row i is
+    # ahead of query i, and then, in the next row of the result, too far from query i + 1.
+    ahead = jnp.arange(w) < w - 1 - jnp.arange(w)[:, None]
+    behind = jnp.where(ahead, NEVER, 0.0 if law.aggregate else NEVER)
+    x = jnp.concatenate([x, jnp.broadcast_to(behind, (len(x), w, w))], axis=2)
     flat = lax.optimization_barrier(x).reshape(len(x), -1)
-    return flat[:, : law.block * size].reshape(-1, size)
+    return flat[:, : w * size].reshape(-1, size)
 
 
 def _unskew(law: Law, y: Float[Array, "R S"]) -> Float[Array, "G W E"]:
