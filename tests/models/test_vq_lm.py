@@ -129,6 +129,20 @@ def test_gradients_of_both_forms(through: bool) -> None:
         np.testing.assert_allclose(a, b, atol=1e-4 * max(float(np.abs(b).max()), 1e-3))
 
 
+def test_small_blocks_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is learnt, blocks of more than 128 are computed in smaller ones: the same loss and state."""
+    model = make(block=192, window=20)
+    assert model.config.reading.block == 96
+    for kept_whole in ({"reference": True}, {"block": 128}):
+        config = dataclasses.replace(model.config, **kept_whole)
+        assert config.reading == config.law
+    ids, labels = jnp.asarray(text(1, 384)), jnp.asarray(text(1, 384, seed=5))
+    small = jax.jit(lambda model: model.loss(ids, labels)[:2])(model)
+    monkeypatch.setattr(vq_lm.Config, "reading", vq_lm.Config.law)
+    for a, b in zip(jax.tree.leaves(small), jax.tree.leaves(jax.jit(lambda model: model.loss(ids, labels)[:2])(model))):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(float(np.abs(b).max()), 1.0))
+
+
 @pytest.mark.parametrize("form", ["scan", "parallel"])
 @pytest.mark.parametrize(("block", "window"), [(4, 3), (3, 4), (1, 12)])
 def test_nothing_looks_ahead(form: str, block: int, window: int) -> None:

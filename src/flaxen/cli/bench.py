@@ -99,12 +99,12 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from flaxen.cli.build import _changed, find_preset
+    from flaxen.cli.build import changed, find_preset
     from flaxen.models import vq_lm
     from flaxen.nn.param import initialise
 
     jax.config.update("jax_enable_compilation_cache", False)
-    config = _changed(find_preset(asked["preset"]), tuple(asked["fields"]))
+    config = changed(find_preset(asked["preset"]), tuple(asked["fields"]))
     length, update = asked["length"], asked["update"]
     model = initialise(vq_lm.VQLM(config), 0)
     draw = np.random.default_rng(0)

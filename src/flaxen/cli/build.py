@@ -185,7 +185,7 @@ def start(model: Start) -> Beginning:
                 "they do not belong together"
             )
     else:
-        config = _changed(_preset(model.preset) if model.preset else _config_file(model.config), model.fields)
+        config = changed(_preset(model.preset) if model.preset else _config_file(model.config), model.fields)
         if model.tokenizer is None and not (model.preset or "").startswith(("byt5", "vq")):
             raise InputError(
                 "a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes"
@@ -238,7 +238,7 @@ def named_tokenizer(name: str) -> Tokenizer:
 PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS, **vq_lm.PRESETS}
 
 
-def _changed(config: Any, fields: tuple[str, ...]) -> Any:
+def changed(config: Any, fields: tuple[str, ...]) -> Any:
     """A configuration with some fields changed, each given as name=value."""
     known = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
     changes: dict[str, Any] = {}

@@ -40,7 +40,7 @@ class Config:
     n_heads: int = 1
     n_layers: int = 24  # pairs of gated attention units, or of attention and feed-forward
     n_codes: int = 512  # of a head
-    block: int = 512  # queries computed together; it changes no result
+    block: int = 512  # queries computed together; it changes no result, only how many keys before them get gradients
     window: int = 512  # keys seen one by one
     heads: str = "shga"  # shga, gated units; or mqa, mha: attention with a feed-forward network behind it
     d_ff: int = 0  # of that network
@@ -104,7 +104,8 @@ class Config:
 
     @property
     def reading(self) -> Law:
-        """Where nothing is learnt, smaller blocks give the same: fewer keys of their windows are seen by no query."""
+        """Where nothing is learnt, smaller blocks give the same: fewer keys of their windows are seen by no query.
+        (Where something is, keys get gradients while they are in a window, so these depend on its blocks.)"""
         sizes = [n for n in range(64, 129) if self.block % n == 0]
         small = self.block > 128 and sizes and not self.reference and jax.default_backend() == "cpu"
         return self.law._replace(block=sizes[-1]) if small else self.law
