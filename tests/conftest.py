@@ -26,6 +26,7 @@ torch.set_num_threads(2 if os.environ["PYTEST_XDIST_WORKER"] == "alone" else 1)
 transformers.utils.logging.disable_progress_bar()
 
 LONGEST = ("test_resume.py", "test_train.py", "test_language.py", "test_caption.py", "test_longt5.py")
+_hasty = False
 PROGRAMS = 20_000  # mappings of memory; Linux allows a process 65,530, and every compiled program holds some
 
 
@@ -48,10 +49,16 @@ def few_programs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def hastily(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile in half the time, what a test runs but a few times. Tests marked `optimised` compile as users do; so do
-    processes of their own, whose numbers are therefore not those of this one to the last bit."""
+    processes of their own, whose numbers are therefore not those of this one to the last bit, and fixtures of a whole
+    file. FLAXEN_OPTIMISED=1 optimises all."""
+    global _hasty
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimised") is None)
+    hasty = not (request.node.get_closest_marker("optimised") or os.environ.get("FLAXEN_OPTIMISED"))
+    if hasty != _hasty:
+        jax.clear_caches()  # of what the tests before compiled in the other way
+    _hasty = hasty
+    jax.config.update("jax_disable_most_optimizations", hasty)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

@@ -138,6 +138,7 @@ def test_words_and_adapters(text: Path) -> None:
     adapter = ("--lora.rank", "2", "--lora.targets", "*.q", "*.o", "--optimizer.learning-rate", "1e-2")
     run("train", "language", "--out", "adapted", "--model.init", "run/model", *data, *adapter, "--training.steps", "10")
     last = json.loads(Path("adapted/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "eval"
     run("merge", "run/model", "adapted/model", "merged")
     merged = json.loads(run("eval", "language", "merged", *data).out)
     assert merged["loss"] == pytest.approx(last["loss"], rel=1e-4)

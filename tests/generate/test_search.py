@@ -34,7 +34,10 @@ def test_the_best_of_chunks_are_the_best_of_all(vocab: int, beams: int) -> None:
     scores = draw.integers(0, 40, (4, beams, vocab)).astype(np.float32)
     scores[1] = -np.inf
     scores[1, -1, -1] = scores[2, 0, 0] = 99.0
+    scores[3] = draw.permutation(beams * vocab).reshape(beams, vocab)  # all unlike
     k = min(8, beams * vocab)
+    apart = scores[3].reshape(-1)
+    apart[:: -(-beams * vocab // k)] += 2 * beams * vocab  # the best ones far from each other, in any order
     values, index = jax.lax.top_k(jnp.asarray(scores.reshape(4, -1)), k)
     found, parents, tokens = search._best(jnp.asarray(scores), k)
     np.testing.assert_array_equal(found, values)

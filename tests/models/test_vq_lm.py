@@ -61,9 +61,9 @@ def logprobs(model: VQLM, ids: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(model.logits(ids))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_block_length_and_form_do_not_matter(kind: str) -> None:
-    model, ids = make(**KINDS[kind]), text(2, 24)
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), ["mqa", "documents"], ["mqa", "near"]], ids="-".join)
+def test_block_length_and_form_do_not_matter(kinds: list[str]) -> None:
+    model, ids = make(**{name: value for kind in kinds for name, value in KINDS[kind].items()}), text(2, 24)
     expected = logprobs(model, ids)
     for changes in ({"block": 1}, {"block": 24}, {"form": "parallel", "block": 3}, {"scan": False, "block": 8}):
         np.testing.assert_allclose(

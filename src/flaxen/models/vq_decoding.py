@@ -238,7 +238,8 @@ def _repeated(state: Decode, beams: int) -> Decode:
 def _after(read: Array) -> Int[Array, ""]:
     """0, known when `read` is. An index with it in waits for what was read: that can then be written over in its place,
     where XLA would else make a copy of it."""
-    return jnp.isnan(read.reshape(-1)[0]).astype(jnp.int32)
+    first = read.reshape(-1)[0]
+    return (jnp.isnan(first) & (first == 0)).astype(jnp.int32)
 
 
 def _ring(cache: Cache, aggregate: bool) -> Ring:

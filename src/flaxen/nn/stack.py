@@ -42,7 +42,7 @@ def run(
 
 
 def kept(x: Array) -> Array:
-    """Marks the result of a product, which the backward needs and should not compute twice."""
+    """Marks what the backward needs and should not compute twice: mostly results of products."""
     return checkpoint_name(x, KEPT)
 
 

@@ -238,8 +238,8 @@ class Window(NamedTuple):
     values: Float[Array, "S V"]
     table: Float[Array, "G E H"]
     codebook: Float[Array, "M H"]
-    hidden: Float[Array, "#W S"]  # NEVER for keys that a query does not see, beside those ahead of it
-    known: Bool[Array, "W"]  # which queries see the means
+    hidden: Float[Array, "#W S"]  # NEVER for keys that a query does not see, beside those ahead of it or too far
+    known: Bool[Array, "W"] | None  # which queries see the means, if not all do
 
 
 def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
@@ -255,7 +255,7 @@ def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
         operands.table,
         context.codebook,
         _hidden(law, documents),
-        own == context.before[i],
+        own == context.before[i] if law.documents else None,
     )
 
 
@@ -276,7 +276,7 @@ def _scores(law: Law, w: Window, counts: Array) -> tuple[Float[Array, "R S"], Fl
     if not law.aggregate:
         return near, None
     bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
-    if law.documents:
+    if w.known is not None:
         bias = jnp.where(jnp.tile(w.known, groups)[:, None], bias, NEVER)
     return near, _dot(w.queries, w.codebook.T) + bias
 
