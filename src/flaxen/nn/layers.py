@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -11,7 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from flaxen.nn.matmul import contract, contract_few
+from flaxen.nn.matmul import contract, contract_few, dots
 from flaxen.nn.param import constant, normal
 from flaxen.nn.stack import kept
 
@@ -98,14 +99,8 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
-        y = unit_rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)
+        y = _weighted(unit_rms(x, self.epsilon), self.weight[...].astype(jnp.float32))
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(dtype)
-
-
-def unit_rms(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
-    """In f32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
 
 
 class LayerNorm(nnx.Module):
@@ -118,9 +113,44 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
         x = x.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(dtype)
+        y = unit_rms(x - jnp.mean(x, axis=-1, keepdims=True), self.epsilon)
+        return (_weighted(y, self.weight[...].astype(jnp.float32)) + self.bias[...].astype(jnp.float32)).astype(dtype)
+
+
+# Both have gradients of their own, so that sums of products are products: see `dots`.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def unit_rms(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
+    """In f32."""
+    return _unit_rms(x, epsilon)[0]
+
+
+def _unit_rms(x: Array, epsilon: float) -> tuple[Array, tuple[Array, Array]]:
+    wide = x.astype(jnp.float32)
+    rate = jax.lax.rsqrt(dots(wide, wide)[..., None] / x.shape[-1] + epsilon)
+    return wide * rate, (x, rate)
+
+
+def _unit_rms_backward(epsilon: float, residuals: tuple[Array, Array], g: Array) -> tuple[Array]:
+    x, rate = residuals
+    wide = x.astype(jnp.float32)
+    shared = dots(g, wide)[..., None] * jnp.square(rate) / x.shape[-1]
+    return ((rate * (g - shared * wide)).astype(x.dtype),)
+
+
+unit_rms.defvjp(_unit_rms, _unit_rms_backward)
+
+
+@jax.custom_vjp
+def _weighted(x: Float[Array, "*B D"], weight: Float[Array, "D"]) -> Float[Array, "*B D"]:
+    return x * weight
+
+
+_weighted.defvjp(
+    lambda x, weight: (x * weight, (x, weight)),
+    lambda xs, g: (g * xs[1], dots(g.reshape(-1, g.shape[-1]), xs[0].reshape(-1, g.shape[-1]), axis=0)),
+)
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

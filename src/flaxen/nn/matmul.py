@@ -45,6 +45,13 @@ def contract_few(x: Array, wt: Array) -> Array:
     return lax.optimization_barrier(_dot(wt.astype(x.dtype), x.T, jnp.float32)).T
 
 
+def dots(a: Array, b: Array, axis: int = -1) -> Array:
+    """Sums of products over the first or the last axis, in f32: to XLA a product too. What it makes of a multiplication
+    and a sum takes 5 to 15 times as long on a CPU."""
+    rule = {0: "D...,D...->...", -1: "...D,...D->..."}[axis]
+    return jnp.einsum(rule, a, b, precision="highest", preferred_element_type=jnp.float32)
+
+
 def _flat(x: Array, w: Array, n: int) -> tuple[Array, Array]:
     inner = math.prod(w.shape[:n])
     return x.reshape(-1, inner), w.reshape(inner, -1).astype(x.dtype)

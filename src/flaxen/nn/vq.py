@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from flaxen.nn.matmul import dots
 from flaxen.nn.stack import kept
 
 NEVER = -1e30  # a score that weighs nothing, whatever the others
@@ -320,7 +321,7 @@ def _block_backward(
 ) -> Slopes:
     dtype = w.values.dtype
     g = (g / weights.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
-    slope = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    slope = dots(g, out)[:, None]
     ds = weights.near * (_dot(g, w.values.T) - slope)
     dvalues = _dot(_turned(weights.near.astype(dtype)), g)
     dqueries, dkeys = _dot(ds, w.keys), _turned(_dot(_turned(w.queries), ds))  # queries are narrower than ds
