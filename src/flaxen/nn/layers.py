@@ -128,7 +128,7 @@ def unit_rms(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
 
 def _unit_rms(x: Array, epsilon: float) -> tuple[Array, tuple[Array, Array]]:
     wide = x.astype(jnp.float32)
-    rate = jax.lax.rsqrt(dots(wide, wide)[..., None] / x.shape[-1] + epsilon)
+    rate = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     return wide * rate, (x, rate)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from flaxen.nn.matmul import dots
+from flaxen.nn.matmul import dots, turned
 from flaxen.nn.stack import kept
 
 NEVER = -1e30  # a score that weighs nothing, whatever the others
@@ -323,27 +323,22 @@ def _block_backward(
     g = (g / weights.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
     slope = dots(g, out)[:, None]
     ds = weights.near * (_dot(g, w.values.T) - slope)
-    dvalues = _dot(_turned(weights.near.astype(dtype)), g)
-    dqueries, dkeys = _dot(ds, w.keys), _turned(_dot(_turned(w.queries), ds))  # queries are narrower than ds
+    dvalues = _dot(turned(weights.near.astype(dtype)), g)
+    dqueries, dkeys = _dot(ds, w.keys), turned(_dot(turned(w.queries), ds))  # queries are narrower than ds
     dx = _unskew(law, ds)
     ddistant = jax.vmap(_dot)(dx, w.table).reshape(w.distant.shape)
-    dtable = jax.vmap(lambda x, d: _dot(_turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
+    dtable = jax.vmap(lambda x, d: _dot(turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
     dmeans = jnp.zeros_like(means)
     if weights.far is not None:
         ds = weights.far * (_dot(g, means.astype(dtype).T) - slope)
         dqueries = dqueries + _dot(ds, w.codebook)
         if law.through:
-            dmeans = _dot(_turned(weights.far.astype(dtype)), g)
+            dmeans = _dot(turned(weights.far.astype(dtype)), g)
     return Slopes(dqueries, ddistant, dkeys, dvalues, dtable, dmeans)
 
 
 def _dot(a: Array, b: Array) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def _turned(a: Array) -> Array:
-    """aᵀ as an array of its own: product kernels of CPUs run at half speed on a transposed left operand."""
-    return lax.optimization_barrier(lax.optimization_barrier(a).T) if jax.default_backend() == "cpu" else a.T
 
 
 def _skew(law: Law, x: Float[Array, "G W E"]) -> Float[Array, "R S"]:
