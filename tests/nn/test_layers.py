@@ -1,12 +1,14 @@
 """The matrix product and its gradient, dropout, the feed-forward network, initial laws."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxen.nn.layers import MLP, Linear, RMSNorm, dropout, for_few_rows, keep_mask
-from flaxen.nn.matmul import contract, contract_few
+from flaxen.nn.layers import MLP, LayerNorm, Linear, RMSNorm, dropout, for_few_rows, keep_mask
+from flaxen.nn.matmul import contract, contract_few, dots, turned
 from flaxen.nn.param import initialise, normal
 
 
@@ -49,6 +51,43 @@ def test_rms_norm_statistics_are_float32() -> None:
     x = jnp.full((1, 4), 3e4, jnp.float32)
     np.testing.assert_allclose(norm(x, jnp.float32), 1.0, rtol=1e-6)
     assert norm(x, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_have_the_gradient_of_their_formula(kind: type, dtype: str) -> None:
+    draw = np.random.default_rng(0)
+    x, g = (jnp.asarray(draw.standard_normal((3, 5, 24)) + 1, dtype) for _ in range(2))
+    norm = jax.tree.map(lambda a: a + draw.standard_normal(a.shape).astype(np.float32), initialise(kind(24, 1e-3), 0))
+
+    def formula(x: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
+        x = x.astype(jnp.float32)
+        x = x - x.mean(-1, keepdims=True) if kind is LayerNorm else x
+        return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-3) * norm.weight[...]
+
+    def gradient(of: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array]:
+        on_x, on_norm = jax.grad(lambda x, n: jnp.vdot(of(x, n), g.astype(jnp.float32)), argnums=(0, 1))(x, norm)
+        return on_x, on_norm.weight[...]
+
+    for ours, expected in zip(gradient(lambda x, norm: norm(x, jnp.float32)), gradient(formula)):
+        assert ours.dtype == expected.dtype
+        close = 2**-7 if ours.dtype == jnp.bfloat16 else 1e-4
+        np.testing.assert_allclose(ours.astype(jnp.float32), expected.astype(jnp.float32), rtol=close, atol=1e-5)
+
+
+def test_sums_of_products() -> None:
+    a, b = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 7)), jnp.float32)
+    np.testing.assert_allclose(dots(a, b), (a * b).sum(-1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dots(a, b, axis=0), (a * b).sum(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize("shape", [(3, 4), (16, 2048), (17, 2048), (1000, 33)])
+def test_turned(shape: tuple[int, int], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pieces of 16 rows, of which the last may overlap; or all at once, where it is small or cores are many."""
+    monkeypatch.setattr("flaxen.nn.matmul.CORES", cores)
+    a = jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape)
+    np.testing.assert_array_equal(jax.jit(turned)(a), a.T)
 
 
 def test_gate_multiplies() -> None:
