@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from flaxen.nn.matmul import dots, turned
+from flaxen.nn.matmul import dots, turned, turned_right
 from flaxen.nn.stack import kept
 
 NEVER = -1e30  # a score that weighs nothing, whatever the others
@@ -322,7 +322,7 @@ def _block_backward(
     dtype = w.values.dtype
     g = (g / weights.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
     slope = dots(g, out)[:, None]
-    ds = weights.near * (_dot(g, w.values.T) - slope)
+    ds = weights.near * (_dot(g, turned_right(w.values)) - slope)
     dvalues = _dot(turned(weights.near.astype(dtype)), g)
     dqueries, dkeys = _dot(ds, w.keys), turned(_dot(turned(w.queries), ds))  # queries are narrower than ds
     dx = _unskew(law, ds)
@@ -330,7 +330,7 @@ def _block_backward(
     dtable = jax.vmap(lambda x, d: _dot(turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
     dmeans = jnp.zeros_like(means)
     if weights.far is not None:
-        ds = weights.far * (_dot(g, means.astype(dtype).T) - slope)
+        ds = weights.far * (_dot(g, turned_right(means.astype(dtype))) - slope)
         dqueries = dqueries + _dot(ds, w.codebook)
         if law.through:
             dmeans = _dot(turned(weights.far.astype(dtype)), g)
