@@ -12,12 +12,13 @@ from vq_goldens import MODELS, Golden, golden
 from flaxen.hf import vq as files
 from flaxen.hf.weightmap import save
 from flaxen.models import vq_lm
+from flaxen.models.vq_config import Config
 from flaxen.models.vq_lm import VQLM, Noise, State
-from flaxen.nn import codebook, vq
+from flaxen.nn import codebook, vq, vq_block
 from flaxen.nn.layers import unit_rms
 from flaxen.nn.param import initialise
 from flaxen.nn.position import sinusoids
-from flaxen.nn.vq import Law
+from flaxen.nn.vq_block import Law
 from flaxen.tree import leaves, map_leaves
 
 
@@ -114,7 +115,7 @@ def test_first_chunk(name: str, form: str) -> None:
     checked_state(state, there.under("train/chunk0/state_after/"), model.config)
 
 
-def checked_state(state: State, wanted: dict[str, np.ndarray], config: vq_lm.Config, tolerance: float = 1e-5) -> None:
+def checked_state(state: State, wanted: dict[str, np.ndarray], config: Config, tolerance: float = 1e-5) -> None:
     for i in range(config.n_layers):
         for j in range(2):
             at = f"layer{i}/attn{j + 1}"
@@ -285,7 +286,7 @@ def test_one_unit_block_by_block() -> None:
         documents = 1 + there["doc_ids"][:2].swapaxes(0, 1).reshape(rows, -1)
         now = vq.Seen(jnp.concatenate([start[0].documents, documents], 1), start[0].latest)
 
-        def seen_through(unit: vq_lm.Unit, x: jax.Array, now: vq.Seen = now, c: vq_lm.Config = changed) -> jax.Array:
+        def seen_through(unit: vq_lm.Unit, x: jax.Array, now: vq.Seen = now, c: Config = changed) -> jax.Array:
             return jnp.vdot(unit(x, now, start[1], None, c, None)[0] - x, g)
 
         by_unit, by_x = jax.jit(jax.grad(seen_through, argnums=(0, 1)))(unit, both)
@@ -305,7 +306,7 @@ def test_positions_masks_norms() -> None:
         found = sinusoids(jnp.asarray(at.copy()), case["width"], float(case["lam"]))
         np.testing.assert_allclose(found, there[f"sinusoid/{i}"], atol=2e-6)
     bias = there["agg_bias/lower"]
-    ours = np.where(bias > 0, np.log(np.maximum(bias, 1)), vq.NEVER)
+    ours = np.where(bias > 0, np.log(np.maximum(bias, 1)), vq_block.NEVER)
     np.testing.assert_allclose(ours, there["agg_bias/out"], rtol=1e-6)
     x = jnp.asarray(there["norm/x"])
     for i, case in enumerate(there.config["norm"]):
@@ -317,7 +318,7 @@ def test_positions_masks_norms() -> None:
         window, block = case["mem_len"], case["block_len"]
         law = Law(window, block, aggregate=not case["with_locality"])
         documents = (np.arange(window + block) >= case["invalid_len"]).astype(np.int32)
-        bias = vq._skew(law, jnp.zeros((1, block, window + 1))) + vq._hidden(law, jnp.asarray(documents))
+        bias = vq_block.skew(law, jnp.zeros((1, block, window + 1))) + vq_block.hidden_keys(law, jnp.asarray(documents))
         np.testing.assert_array_equal(bias == 0, there[f"mask/{i}"] > 0)
 
 
@@ -330,12 +331,12 @@ def test_skew() -> None:
         w, size = x.shape[2:]
         window = size - w
         if window:
-            ours = vq._skew(Law(window, w), jnp.asarray(x[0, 0][None, :, w - 1 :]))
+            ours = vq_block.skew(Law(window, w), jnp.asarray(x[0, 0][None, :, w - 1 :]))
             i, j = np.arange(w)[:, None], np.arange(size)
             far, ahead = j < i, j > i + window
-            expected = np.where(far, 0.0, np.where(ahead, np.float32(vq.NEVER), y[0, 0]))
+            expected = np.where(far, 0.0, np.where(ahead, np.float32(vq_block.NEVER), y[0, 0]))
             np.testing.assert_array_equal(ours, expected)
-            back = vq._unskew(Law(window, w), ours)
+            back = vq_block.unskew(Law(window, w), ours)
             np.testing.assert_array_equal(back[0], x[0, 0][:, w - 1 :])
         n += 1
     assert n == 5

@@ -15,10 +15,11 @@ from flaxen.generate.processors import nucleus
 from flaxen.hf import vq as files
 from flaxen.hf.vq_memory import Memory
 from flaxen.models import vq_lm
+from flaxen.models.vq_config import Config
 from flaxen.models.vq_decoding import Decoding
-from flaxen.models.vq_lm import VQLM, Config
+from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
-from flaxen.nn.vq import NEVER
+from flaxen.nn.vq_block import NEVER
 from flaxen.pretrained import Pretrained
 
 SIZES = {"vocab_size": 23, "d_model": 16, "d_k": 8, "d_v": 12, "n_layers": 2, "n_codes": 5, "block": 4, "window": 6}
@@ -138,7 +139,7 @@ def test_small_blocks_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.reading == config.law
     ids, labels = jnp.asarray(text(1, 384)), jnp.asarray(text(1, 384, seed=5))
     small = jax.jit(lambda model: model.loss(ids, labels)[:2])(model)
-    monkeypatch.setattr(vq_lm.Config, "reading", vq_lm.Config.law)
+    monkeypatch.setattr(Config, "reading", Config.law)
     for a, b in zip(jax.tree.leaves(small), jax.tree.leaves(jax.jit(lambda model: model.loss(ids, labels)[:2])(model))):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(float(np.abs(b).max()), 1.0))
 

@@ -100,7 +100,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     from flaxen.cli.build import changed, find_preset
-    from flaxen.models import vq_lm
+    from flaxen.models import vq_config, vq_lm
     from flaxen.nn.param import initialise
 
     jax.config.update("jax_enable_compilation_cache", False)
@@ -124,7 +124,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     found["tokens_per_second"] = tokens / found["wall"]
     found["tokens_per_cpu_second"] = tokens / found["cpu"]
     found["gflops_per_cpu_second"] = (
-        vq_lm.flops(config, length) * 3 / found["cpu"] / 1e9 if asked["kind"] == "train" else 0
+        vq_config.flops(config, length) * 3 / found["cpu"] / 1e9 if asked["kind"] == "train" else 0
     )
     found["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return found

@@ -19,7 +19,7 @@ from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
 from flaxen.hf import families, files, peft
 from flaxen.hf.families import Model
-from flaxen.models import captioner, gpt2, t5, vit, vq_lm
+from flaxen.models import captioner, gpt2, t5, vit, vq_config, vq_lm
 from flaxen.nn.param import initialise
 from flaxen.pretrained import Pretrained, cache_compilations, load
 from flaxen.tasks.caption import Caption
@@ -191,7 +191,7 @@ def start(model: Start) -> Beginning:
                 "a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes"
             )
         name = model.tokenizer or "bytes"
-        plain = name == "bytes" and isinstance(config, vq_lm.Config)
+        plain = name == "bytes" and isinstance(config, vq_config.Config)
         tokenizer = ByteTokenizer.plain() if plain else named_tokenizer(name)
         config = _for_tokenizer(config, tokenizer)
     config = families.computing(config, compute=model.compute, remat=model.remat)
@@ -209,7 +209,7 @@ def _for_tokenizer(config: Any, tokenizer: Tokenizer) -> Any:
     if isinstance(config, captioner.Config):
         return dataclasses.replace(config, decoder=_for_tokenizer(config.decoder, tokenizer))
     ids: dict[str, Any] = {"pad_id": tokenizer.pad_id, "eos_ids": (tokenizer.eos_id,), "start_id": tokenizer.pad_id}
-    if isinstance(config, vq_lm.Config):  # every text begins behind the end of another
+    if isinstance(config, vq_config.Config):  # every text begins behind the end of another
         return dataclasses.replace(config, vocab_size=tokenizer.size, **{**ids, "start_id": tokenizer.eos_id})
     return dataclasses.replace(config, vocab_size=-(-tokenizer.size // 128) * 128, **ids)
 
@@ -235,7 +235,7 @@ def named_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS, **vq_lm.PRESETS}
+PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS, **vq_config.PRESETS}
 
 
 def changed(config: Any, fields: tuple[str, ...]) -> Any:

@@ -8,7 +8,8 @@ import numpy as np
 from flaxen.hf.fields import ids, make, one_or_list, read
 from flaxen.hf.files import Tensors
 from flaxen.hf.weightmap import Row, load
-from flaxen.models.vq_lm import VQLM, Config
+from flaxen.models.vq_config import Config
+from flaxen.models.vq_lm import VQLM
 from flaxen.tree import leaves
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from flaxen.models.vq_lm import VQLM, Layer, State, Unit
 from flaxen.nn import full
 from flaxen.nn.layers import for_few_rows
 from flaxen.nn.stack import unstack
-from flaxen.nn.vq import NEVER, Cache
+from flaxen.nn.vq import Cache
+from flaxen.nn.vq_block import NEVER
 
 
 class Ring(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from flaxen.nn.vq import NEVER, Law, _dot, _skew
+from flaxen.nn.vq_block import NEVER, Law, dot, skew
 
 SEGMENTS = 8  # parts of a sequence, each of which sees all keys up to its end: a sixteenth of the work is for nothing
 
@@ -50,7 +50,7 @@ def _block(
     law: Law, i: Array, q: Array, d: Array, *, k: Array, v: Array, table: Array, documents: Array
 ) -> Float[Array, "G W V"]:
     g, w, size = *q.shape[:2], law.window + law.block
-    near = _skew(law, jax.vmap(_dot)(d, table.swapaxes(1, 2))).reshape(g, w, size)
+    near = skew(law, jax.vmap(dot)(d, table.swapaxes(1, 2))).reshape(g, w, size)
     at, ahead = i * w, jnp.arange(len(k)) - law.window  # of each key
     scores = jnp.einsum("GWH,SH->GWS", q, k)
     old = lax.dynamic_slice_in_dim(scores, at, size, axis=2)

@@ -16,21 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from flaxen.nn.matmul import dots, turned, turned_right
 from flaxen.nn.stack import kept
-
-NEVER = -1e30  # a score that weighs nothing, whatever the others
-
-
-class Law(NamedTuple):
-    """What does not change from call to call."""
-
-    window: int  # C
-    block: int  # W
-    aggregate: bool = True  # see keys beyond the window at all
-    through: bool = True  # let gradients pass from block to block
-    documents: bool = False  # see nothing of other documents
-    rounding: str = "float32"  # of counts and means between blocks
+from flaxen.nn.vq_block import Law, Weights, Window, block_backward, block_forward, hidden_keys
 
 
 class Cache(NamedTuple):
@@ -170,12 +157,12 @@ def _scanned(law: Law, operands: Operands, context: Context) -> tuple[Array, Arr
     return out, *last
 
 
-def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, "Weights", tuple, tuple]:
+def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Weights, tuple, tuple]:
     """What is seen, with what weights, counts and means before each block, and behind the last."""
 
     def body(carry: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], tuple]:
         counts, means = carry
-        out, weights = _block(law, _window(law, operands, context, i), counts, means)
+        out, weights = block_forward(law, _window(law, operands, context, i), counts, means)
         return _joined(law, context, operands.values, i, counts, means), (out, weights, counts, means)
 
     start = (context.counts, context.means)
@@ -196,7 +183,7 @@ def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array,
     def body(carry: tuple[Array, Array, Array, Array], xs: tuple) -> tuple[tuple, tuple]:
         dkeys, dvalues, dtable, dmeans = carry
         i, g, out, weights, counts, means = xs
-        slopes = _block_backward(law, _window(law, operands, context, i), means, out, weights, g)
+        slopes = block_backward(law, _window(law, operands, context, i), means, out, weights, g)
         dk, dv = slopes.keys, slopes.values
         if law.through:
             if law.aggregate:
@@ -230,19 +217,6 @@ def _add_at(sums: Array, more: Array, at: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(sums, there + more.astype(sums.dtype), at, 0)
 
 
-class Window(NamedTuple):
-    """What one block is computed from, but for counts and means."""
-
-    queries: Float[Array, "R H"]
-    distant: Float[Array, "R H"]
-    keys: Float[Array, "S H"]
-    values: Float[Array, "S V"]
-    table: Float[Array, "G E H"]
-    codebook: Float[Array, "M H"]
-    hidden: Float[Array, "#W S"]  # NEVER for keys that a query does not see, beside those ahead of it or too far
-    known: Bool[Array, "W"] | None  # which queries see the means, if not all do
-
-
 def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
     """Of block i."""
     cut = lambda a: lax.dynamic_slice_in_dim(a, i * law.block, law.window + law.block)  # noqa: E731
@@ -255,110 +229,9 @@ def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
         cut(operands.values),
         operands.table,
         context.codebook,
-        _hidden(law, documents),
+        hidden_keys(law, documents),
         own == context.before[i] if law.documents else None,
     )
-
-
-def _hidden(law: Law, documents: Int[Array, "S"]) -> Float[Array, "#W S"]:
-    """NEVER for keys of its window that a query of a block does not see: padding, or another document's."""
-    seen = documents > 0
-    if law.documents:
-        seen = seen & (documents == documents[law.window :, None])
-    return jnp.where(jnp.atleast_2d(seen), 0.0, NEVER)
-
-
-def _scores(law: Law, w: Window, counts: Array) -> tuple[Float[Array, "R S"], Float[Array, "R M"] | None]:
-    """Of the keys of the window and of the codes."""
-    groups = len(w.table)
-    by_distance = jax.vmap(_dot)(w.distant.reshape(groups, law.block, -1), w.table.swapaxes(1, 2))
-    near = _dot(w.queries, w.keys.T) + _skew(law, by_distance)
-    near = (near.reshape(groups, law.block, -1) + w.hidden).reshape(near.shape)
-    if not law.aggregate:
-        return near, None
-    bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
-    if w.known is not None:
-        bias = jnp.where(jnp.tile(w.known, groups)[:, None], bias, NEVER)
-    return near, _dot(w.queries, w.codebook.T) + bias
-
-
-class Weights(NamedTuple):
-    """Of keys and codes in what a query sees, before they are divided by their total."""
-
-    near: Float[Array, "*K R S"]
-    far: Float[Array, "*K R M"] | None
-    total: Float[Array, "*K R"]
-
-
-def _block(
-    law: Law, w: Window, counts: Float[Array, "M"], means: Float[Array, "M V"]
-) -> tuple[Float[Array, "R V"], Weights]:
-    """What the queries of one block see, and how much of each key and code."""
-    near, far = _scores(law, w, counts)
-    top = near.max(-1) if far is None else jnp.maximum(near.max(-1), far.max(-1))
-    dtype = w.values.dtype
-    near = jnp.exp(near - top[:, None])
-    out, total = _dot(near.astype(dtype), w.values), near.sum(-1)
-    if far is not None:
-        far = jnp.exp(far - top[:, None])
-        out, total = out + _dot(far.astype(dtype), means.astype(dtype)), total + far.sum(-1)
-    return (out / total[:, None]).astype(dtype), Weights(near, far, total)
-
-
-class Slopes(NamedTuple):
-    """Gradients of a block."""
-
-    queries: Float[Array, "R H"]
-    distant: Float[Array, "R H"]
-    keys: Float[Array, "S H"]
-    values: Float[Array, "S V"]
-    table: Float[Array, "G E H"]
-    means: Float[Array, "M V"]
-
-
-def _block_backward(
-    law: Law, w: Window, means: Float[Array, "M V"], out: Float[Array, "R V"], weights: Weights, g: Float[Array, "R V"]
-) -> Slopes:
-    dtype = w.values.dtype
-    g = (g / weights.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
-    slope = dots(g, out)[:, None]
-    ds = weights.near * (_dot(g, turned_right(w.values)) - slope)
-    dvalues = _dot(turned(weights.near.astype(dtype)), g)
-    dqueries, dkeys = _dot(ds, w.keys), turned(_dot(turned(w.queries), ds))  # queries are narrower than ds
-    dx = _unskew(law, ds)
-    ddistant = jax.vmap(_dot)(dx, w.table).reshape(w.distant.shape)
-    dtable = jax.vmap(lambda x, d: _dot(turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
-    dmeans = jnp.zeros_like(means)
-    if weights.far is not None:
-        ds = weights.far * (_dot(g, turned_right(means.astype(dtype))) - slope)
-        dqueries = dqueries + _dot(ds, w.codebook)
-        if law.through:
-            dmeans = _dot(turned(weights.far.astype(dtype)), g)
-    return Slopes(dqueries, ddistant, dkeys, dvalues, dtable, dmeans)
-
-
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def _skew(law: Law, x: Float[Array, "G W E"]) -> Float[Array, "R S"]:
-    """Scores by distance, C first and 0 last, as scores by key: query i of a block finds its row moved i to the right,
-    NEVER where a key is ahead, and where it is farther than C: 0, or NEVER if such keys are not seen at all."""
-    size, w = law.window + law.block, law.block
-    # A row one longer than a row of the result: reading on, each query begins one later. What stands behind row i is
-    # ahead of query i, and then, in the next row of the result, too far from query i + 1.
-    ahead = jnp.arange(w) < w - 1 - jnp.arange(w)[:, None]
-    behind = jnp.where(ahead, NEVER, 0.0 if law.aggregate else NEVER)
-    x = jnp.concatenate([x, jnp.broadcast_to(behind, (len(x), w, w))], axis=2)
-    flat = lax.optimization_barrier(x).reshape(len(x), -1)
-    return flat[:, : w * size].reshape(-1, size)
-
-
-def _unskew(law: Law, y: Float[Array, "R S"]) -> Float[Array, "G W E"]:
-    """Back again: what _skew takes a value from."""
-    size = law.window + law.block
-    flat = jnp.pad(y.reshape(-1, law.block * size), ((0, 0), (0, law.block)))
-    return lax.optimization_barrier(flat).reshape(-1, law.block, size + 1)[:, :, : law.window + 1]
 
 
 def _leaving(law: Law, a: Array, i: Array) -> Array:
@@ -404,7 +277,7 @@ def _parallel(law: Law, operands: Operands, context: Context) -> tuple[Array, Ar
         if not law.through:
             still = lambda a: jnp.concatenate([lax.stop_gradient(a[: law.window]), a[law.window :]])  # noqa: E731
             w = w._replace(keys=still(w.keys), values=still(w.values))
-        return _block(law, w, counts, means)[0]
+        return block_forward(law, w, counts, means)[0]
 
     return jax.vmap(one)(blocks, counts, means), *last
 

@@ -15,8 +15,9 @@ from flaxen.data.order import examples
 from flaxen.data.stream_store import Opened, Stream, pieces
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
-from flaxen.models import vq_lm
-from flaxen.models.vq_lm import VQLM, Config, Noise, State
+from flaxen.models import vq_config, vq_lm
+from flaxen.models.vq_config import Config
+from flaxen.models.vq_lm import VQLM, Noise, State
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import LanguageObjective
 from flaxen.tasks.task import Batch
@@ -72,7 +73,7 @@ class Language:
         self.sequences = -(-len(self.train) // objective.length)
         self.examples = self.sequences * self.chunks
         self.validation_sequences = -(-len(self.held) // objective.length)
-        self.tokens, self.flops = chunk, 3 * vq_lm.flops(config, chunk)
+        self.tokens, self.flops = chunk, 3 * vq_config.flops(config, chunk)
 
     def _check_ids(self, name: str, stream: Stream) -> None:
         if name == "train" and not len(stream):
