@@ -69,6 +69,8 @@ def test_splits_are_exact(tmp_path: Path) -> None:
         parts = [stream.rows(np.array([0]), len(stream))[0] for stream in opened.splits.values()]
         assert [len(part) for part in parts] == [900, 50, 50]
         np.testing.assert_array_equal(np.concatenate(parts), data.astype(np.int32) + 3)
+    counted = Streamed(train=(str(tmp_path / "a.bin"),), kind="bytes", shares=(937.0, 63.0, 0.0))
+    assert [len(stream) for stream in open_streams(counted, BYTES).splits.values()] == [937, 63, 0]
     named = Streamed(train=(str(tmp_path / "a.bin"),), validation=(str(tmp_path / "b.gz"),), kind="bytes")
     sizes = {name: len(stream) for name, stream in open_streams(named, BYTES).splits.items()}
     assert sizes == {"train": 947, "validation": 1000, "test": 53}
@@ -117,5 +119,6 @@ def test_refused(changes: dict, message: str, tmp_path: Path, monkeypatch: pytes
     Path("a.txt").write_text("text")
     with pytest.raises(InputError, match=message):
         open_streams(Streamed(**{"kind": "bytes", **changes}), BYTES)
-    with pytest.raises(InputError, match="sum to 100"):
-        Streamed(shares=(50.0, 10.0, 10.0))
+    for shares in ((50.0, 50.0), (50.0, -10.0, 60.0), (0.0, 0.0, 0.0)):
+        with pytest.raises(InputError, match="shares are three numbers"):
+            Streamed(shares=shares)

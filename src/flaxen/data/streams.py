@@ -19,14 +19,15 @@ class Streamed(Corpus):
     test: tuple[str, ...] = ()
     """Files to test on, instead of a part of the training data."""
     shares: tuple[float, ...] = (90.0, 5.0, 5.0)
-    """Of bytes or pictures, without files of their own: percent to train on, then to validate on, then to test on."""
+    """Of bytes or pictures, without files of their own: how many to train on, then to validate on, then to test on; as
+    numbers or percentages, only their proportions count."""
     image_size: int | None = None
     """Of pixels: pictures of folders are scaled to this square. Arrays keep their own size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.shares) != 3 or min(self.shares) < 0 or abs(sum(self.shares) - 100) > 1e-6:
-            raise InputError(f"data.shares are three percentages that sum to 100, got {self.shares}")
+        if len(self.shares) != 3 or min(self.shares) < 0 or not sum(self.shares):
+            raise InputError(f"data.shares are three numbers, none negative and not all 0, got {self.shares}")
 
     def of_files(self, places: tuple[str, ...]) -> TextFiles:
         return self._of_files(find_files(places))
