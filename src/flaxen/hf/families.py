@@ -25,6 +25,7 @@ class Family:
     """How one architecture is read and written."""
 
     model: type
+    config: type
     read_config: Callable[[dict[str, Any], files.Tensors | None], Any]
     write_config: Callable[[Any, str], dict[str, Any]]
     rows: Callable[[Any, files.Tensors | None], list[weightmap.Row]]
@@ -37,7 +38,7 @@ class Family:
 def _family(model: type, module: Any) -> Family:
     named = ("read_config", "write_config", "rows", "spare", "special_ids", "with_copies")
     parts = {name: getattr(module, name) for name in named if hasattr(module, name)}
-    return Family(model, special=getattr(module, "SPECIAL", ()), **parts)
+    return Family(model, module.Config, special=getattr(module, "SPECIAL", ()), **parts)
 
 
 _T5 = _family(T5, t5)
@@ -58,8 +59,7 @@ def family_of(model: Any) -> Family:
 
 def of_config(config: Any) -> type:
     """The class of models that a configuration is for."""
-    here = type(config).__module__
-    return next(family.model for family in FAMILIES.values() if family.model.__module__ == here)
+    return next(family.model for family in FAMILIES.values() if family.config is type(config))
 
 
 def family_named(json: dict[str, Any], where: Any) -> Family:
