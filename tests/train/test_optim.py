@@ -9,7 +9,9 @@ import torch
 
 from flaxen.errors import InputError
 from flaxen.hf import t5, weightmap
+from flaxen.models import vq_config
 from flaxen.models.t5 import T5, Config
+from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
 from flaxen.train.optim import learning_rate, make
 from flaxen.train.settings import OPTIONS, Optimizer, Schedule
@@ -103,6 +105,21 @@ def test_adamw_rms_is_adamw_times_the_size_of_each_tensor(model: T5) -> None:
     assert_equal(
         updated(Optimizer("adamw-rms", clip=0.0), model, steps), reference(chain, model, steps), tensors(model)
     )
+
+
+def test_adafactor_factors_every_matrix_of_a_transformer_vq() -> None:
+    """Also the output of a unit, whose heads are one axis."""
+    config = vq_config.Config(d_model=128, d_k=8, d_v=128, n_layers=2, n_codes=4, block=8, window=8)
+    model = initialise(VQLM(config), 0)
+    ours = make(Optimizer("adafactor", clip=0.0), lambda step: jnp.asarray(1.0))
+    gradient = jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape), model)
+    changes, _ = jax.jit(ours.update)(gradient, jax.jit(ours.init)(model), model)
+    chain = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())
+    for layer in range(2):
+        weight, slope, change = (tree.layers.first.o.weight[...][layer] for tree in (model, gradient, changes))
+        expected, state = chain.update(slope, chain.init(weight), weight)
+        assert state[0].v_row.shape == (128,)
+        np.testing.assert_allclose(change, -expected, rtol=1e-4, atol=1e-8)
 
 
 def test_lion_is_optax(model: T5) -> None:

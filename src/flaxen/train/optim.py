@@ -20,7 +20,8 @@ DECAYED = (
 )  # fmt: skip
 CODEBOOKS = (("*codebook.*", True), ("*", False))  # running means: no gradient moves them
 STACKED = (("*layers.*", True), ("*", False))  # whose first axis is the layer
-# Of a weight or of an adapter's first half: [heads, head size], [channels, height, width], one axis elsewhere.
+# Of a weight or of an adapter's first half: [heads, head size], [channels, height, width], one axis elsewhere. The last
+# axis is never one of them: Transformer-VQ has its heads in one.
 INPUT_AXES = (("*.o.weight", 2), ("*.o.down", 2), ("*patches.weight", 3), ("*patches.down", 3), ("*", 1))
 # Muon is for matrices that map features to features. The rest, whose rows are looked up or which scale, is Adam's.
 ADAM = (
@@ -195,7 +196,7 @@ def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransfo
         rest = leaf.shape[1:] if first_match(STACKED, path) else leaf.shape
         if len(rest) < 2:
             return leaf.reshape(*lead, *rest)
-        n = first_match(INPUT_AXES, path)
+        n = min(first_match(INPUT_AXES, path), len(rest) - 1)
         return leaf.reshape(*lead, math.prod(rest[:n]), -1)
 
     def views(tree: Any) -> dict[str, Array]:
