@@ -16,9 +16,9 @@ def main() -> None:
 
 def run(worker: Worker, most: int) -> None:
     """The workload of an encoder-decoder, the batch of a loss in so many pieces if it can be."""
-    from flaxen.host import keep_freed_memory
+    from flaxen.host import settle_memory
 
-    keep_freed_memory()  # as the flaxen command does
+    settle_memory()  # as the flaxen command does
     import jax
     import numpy as np
 

@@ -1,25 +1,35 @@
 """The process and its memory."""
 
-import ctypes
 import os
+import re
 import sys
 
-# Of mallopt(3).
-_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
-_MOST = 2**29  # bytes
+KEPT = 2**29  # bytes
+# glibc's malloc: huge pages where the kernel gives them to who asks; and memory that is freed stays with the process.
+TUNABLES = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in (("hugetlb", 1), ("mmap_threshold", KEPT), ("trim_threshold", KEPT), ("arena_max", 1))
+)
 
 
-def keep_freed_memory() -> bool:
-    """Memory that is freed stays with the process: True if the C library does so (glibc from 2.35 or so on).
+def settle_memory() -> None:
+    """Start this program once more, with a malloc that suits XLA. Call it first: what was done before is done twice.
 
     XLA takes the buffers of a step and gives them back, at every step. Where they come from the kernel each time, it
-    clears page after page at their first touch: a tenth of the time of a step on a CPU. Buffers of more than half a
-    gigabyte still do: kept, they leave holes of their size, and the peak of a step nearly doubles. Call it before JAX
-    starts: one heap then serves all its threads.
-    Settings of malloc in the environment are left alone.
+    clears page after page at their first touch: a tenth of the time of a step on a CPU. So buffers of up to half a
+    gigabyte are kept. Larger ones would leave holes of their size, and go back; their pages are huge, and so fewer.
+    glibc takes such settings from the environment, when a process starts, and from nowhere else. Where it is older than
+    they are, or another library, and where the environment has settings of malloc, nothing happens.
     """
-    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    mallopt = None if chosen or not sys.platform.startswith("linux") else getattr(ctypes.CDLL(None), "mallopt", None)
-    # The first is what older ones refuse; the others are of no use without it.
-    settings = ((_MMAP_THRESHOLD, _MOST), (_TRIM_THRESHOLD, _MOST), (_ARENA_MAX, 1))
-    return mallopt is not None and all(mallopt(name, value) for name, value in settings)
+    told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if told or not sys.platform.startswith("linux") or _glibc() < (2, 35):
+        return
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "GLIBC_TUNABLES": TUNABLES})
+
+
+def _glibc() -> tuple[int, ...]:
+    try:
+        found = re.fullmatch(r"glibc (\d+)\.(\d+)", os.confstr("CS_GNU_LIBC_VERSION") or "")
+    except ValueError:  # another library does not know the name
+        found = None
+    return tuple(map(int, found.groups())) if found else ()

@@ -22,7 +22,6 @@ from flaxen.cli.replay import Replay
 from flaxen.cli.train import TrainCaption, TrainDenoise, TrainLanguage, TrainSeq2Seq
 from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError
-from flaxen.host import keep_freed_memory
 
 COMMANDS = {
     "demo caption": DemoCaption,
@@ -59,7 +58,6 @@ def main() -> None:
     """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
     try:
         command, flags = _parsed(sys.argv[1:])
-        keep_freed_memory()
         command.run(_given(flags))
     except (InputError, OSError) as error:
         if os.environ.get("FLAXEN_TRACEBACK"):
