@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flaxen.cli.bench import FORMS, BenchLanguage
+from flaxen.cli.bench import FORMS, BenchLanguage, write_numbers
 
 TORCH = Path(__file__).parent / "workers" / "torch_gpt2.py"
 # Tokens per CPU second of the original, on a core whose f32 products run at 104 GFLOP/s: not on this machine.
@@ -73,10 +73,11 @@ def main() -> None:
                 )
     print("the original (see peers), tokens per CPU second elsewhere:", ORIGINAL)
     if asked.json:
-        asked.json.write_text(json.dumps(records, indent=1))
+        write_numbers(records, asked.json)
     if asked.plot:
         from flaxen.cli.plots import throughput
 
+        write_numbers(records, asked.plot.with_suffix(".json"))
         throughput(records, asked.plot)
 
 

@@ -4,8 +4,11 @@ Each figure is taken in a process of its own, so that its peak of memory is its 
 """
 
 import json
+import math
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -13,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flaxen.atomic import whole_file
 from flaxen.errors import InputError
-from flaxen.host import keep_freed_memory
+from flaxen.host import settle_memory
 
 FORMS = {"vq": ("form=scan",), "vq-parallel": ("form=parallel",), "full": ("attention=full",)}
 
@@ -24,7 +28,7 @@ class BenchLanguage:
     """Measure how cost grows with length: a table, a picture and its numbers as JSON. Run it on an idle machine."""
 
     out: Path = Path("bench-language.png")
-    """Picture; its numbers go to a .json file beside it."""
+    """Picture; its numbers go to a .json file beside it, as they come."""
     preset: str = "vq-mini"
     fields: tuple[str, ...] = ()
     """Changes to the preset, as name=value."""
@@ -42,15 +46,8 @@ class BenchLanguage:
     def run(self, given: set[str]) -> None:
         from importlib.util import find_spec
 
-        from rich.console import Console
-        from rich.table import Table
-
-        unknown = set(self.models) - set(FORMS)
-        if unknown:
-            raise InputError(f"models are {', '.join(FORMS)}; got {', '.join(unknown)}")
-        table = Table(
-            "model", "kind", "length", "CPU s", "wall s", "tokens / CPU s", "peak GB", "compile CPU s", "note"
-        )
+        self.check()
+        numbers = self.out.with_suffix(".json")
         records: list[dict[str, Any]] = []
         for length in self.lengths:
             for name in self.models:
@@ -59,40 +56,117 @@ class BenchLanguage:
                         name == "vq-parallel" and kind == "decode"  # it is the same program
                     ):
                         continue
-                    record = self.measure(name, kind, length)
-                    records.append(record)
-                    print(json.dumps(record), file=sys.stderr)
-        for r in records:
-            note = r.get("error") or (f"state {r['state_bytes'] / 1e6:.2f} MB" if "state_bytes" in r else "")
-            numbers = [f"{r[k]:{f}}" if k in r else "" for k, f in (("cpu", ".3f"), ("wall", ".3f"),
-                       ("tokens_per_cpu_second", ",.0f"), ("peak_gb", ".2f"), ("compile_cpu", ".1f"))]  # fmt: skip
-            table.add_row(r["model"], r["kind"], f"{r['length']:,}", *numbers, note)
-        Console(soft_wrap=True).print(table)
+                    records.append(self.measure(name, kind, length))
+                    write_numbers(records, numbers)
+                    print(json.dumps(records[-1]), file=sys.stderr)
+        _print_table(records)
+        print(f"numbers in {numbers}", file=sys.stderr)
+        if all("error" in record for record in records):
+            raise InputError(f"every measurement failed, and nothing is drawn; the first error: {records[0]['error']}")
         if find_spec("matplotlib") is None:
             print("no picture: it needs matplotlib (pip install 'flaxen[plots]')", file=sys.stderr)
             return
         from flaxen.cli.plots import throughput
 
         throughput(records, self.out)
-        print(f"picture in {self.out}, numbers in {self.out.with_suffix('.json')}", file=sys.stderr)
+        print(f"picture in {self.out}", file=sys.stderr)
+
+    def check(self) -> None:
+        """Refuse before anything is measured, as that takes minutes to hours."""
+        from flaxen.cli.build import changed, find_preset
+        from flaxen.models import vq_config
+
+        unknown = [name for name in self.models if name not in FORMS]
+        if unknown or not self.models:
+            raise InputError(f"--models are {', '.join(FORMS)}; got {', '.join(unknown) or 'none'}")
+        for name in ("repeats", "update", "cores"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if not self.lengths or min(self.lengths) < 1:
+            got = " ".join(map(str, self.lengths)) or "none"
+            raise InputError(f"--lengths are numbers of tokens, one or more of at least 1; got {got}")
+        preset = find_preset(self.preset)
+        if not isinstance(preset, vq_config.Config):
+            known = ", ".join(vq_config.PRESETS)
+            raise InputError(f"preset {self.preset!r} is no Transformer-VQ; choose one of {known}")
+        for name in self.models:
+            config = changed(preset, (*self.fields, *FORMS[name]))
+            for length in self.lengths:
+                self._check_length(length, config.block)
+        self._check_out()
+
+    def _check_length(self, length: int, block: int) -> None:
+        update = min(self.update or length, length)
+        if update % block:
+            flag = "--update" if update == self.update else "--lengths"
+            raise InputError(
+                f"{flag} {update} is no multiple of the model's block of {block}; change it, or take a block that "
+                f"fits: --fields block={math.gcd(update, block)}"
+            )
+        if length % update:
+            raise InputError(f"--lengths {length} is no multiple of --update {update}; change one of them")
+
+    def _check_out(self) -> None:
+        """Make its directory, and write what is known so far: no numbers."""
+        if self.out.suffix.lower() == ".json":
+            example = self.out.with_suffix(".png").name
+            raise InputError(f"--out names the picture, such as {example}, its numbers go beside it; got {self.out}")
+        try:
+            if self.out.is_dir():
+                raise InputError(f"--out {self.out} is a directory; expected the name of a picture in it")
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_numbers([], self.out.with_suffix(".json"))
+        except OSError as error:
+            raise InputError(f"--out {self.out} cannot be written: {error}; choose another place") from None
 
     def measure(self, name: str, kind: str, length: int) -> dict[str, Any]:
-        """In a process of its own."""
+        """In a process of its own. Full attention carries nothing from update to update: it takes the length whole."""
+        update = length if name == "full" else min(self.update or length, length)
         asked = {
             "preset": self.preset, "fields": [*self.fields, *FORMS[name]], "kind": kind, "length": length,
-            "update": min(self.update or length, length), "repeats": self.repeats, "cores": self.cores,
+            "update": update, "repeats": self.repeats, "cores": self.cores,
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "flaxen.cli.bench", json.dumps(asked)], capture_output=True, text=True, check=False
         )
         about = {"model": name, "kind": kind, "length": length}
         if done.returncode:
-            return about | {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
+            return about | {"error": _failure(done.returncode, done.stderr)[:200]}
         return about | json.loads(done.stdout)
 
 
+def write_numbers(records: list[dict[str, Any]], path: Path) -> None:
+    with whole_file(path) as file:
+        json.dump(records, file, indent=1)
+
+
+def _failure(code: int, stderr: str) -> str:
+    """Why a process ended: its signal, or its exception, behind which JAX may print a note of several lines."""
+    lines = [line.rstrip() for line in stderr.splitlines() if line.strip()]
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL, perhaps for want of memory"
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return ": ".join([f"killed by {name}", *lines[-1:]])
+    errors = [line for line in lines if re.fullmatch(r"[\w.]*(Error|Exception|Interrupt|Exit)(: .*)?", line)]
+    return (errors or lines or [f"exit code {code}"])[-1]
+
+
+def _print_table(records: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("model", "kind", "length", "CPU s", "wall s", "tokens / CPU s", "peak GB", "compile CPU s", "note")
+    for r in records:
+        note = r.get("error") or (f"state {r['state_bytes'] / 1e6:.2f} MB" if "state_bytes" in r else "")
+        numbers = [f"{r[k]:{f}}" if k in r else "" for k, f in (("cpu", ".3f"), ("wall", ".3f"),
+                   ("tokens_per_cpu_second", ",.0f"), ("peak_gb", ".2f"), ("compile_cpu", ".1f"))]  # fmt: skip
+        table.add_row(r["model"], r["kind"], f"{r['length']:,}", *numbers, escape(note))
+    Console(soft_wrap=True).print(table)
+
+
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    keep_freed_memory()
     if asked["cores"]:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: asked["cores"]]))
     import jax
@@ -207,4 +281,5 @@ def _decode(model: Any, ids: Any, tokens: int, repeats: int) -> dict[str, float]
 
 
 if __name__ == "__main__":
+    settle_memory()
     print(json.dumps(main(json.loads(sys.argv[1]))))

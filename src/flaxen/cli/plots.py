@@ -1,14 +1,13 @@
 """Pictures of numbers, for people. Needs matplotlib."""
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 
-from flaxen.atomic import whole_file, write_bytes
+from flaxen.atomic import write_bytes
 from flaxen.nn.codebook import vectors
 from flaxen.tree import leaves
 
@@ -75,10 +74,9 @@ def throughput(records: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], minor=False)
         axis.xaxis.set_minor_locator(NullLocator())
         axis.grid(alpha=0.3, which="both")
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     _saved(figure, path)
-    with whole_file(path.with_suffix(".json")) as file:
-        json.dump(records, file, indent=1)
 
 
 def _saved(figure: Any, path: Path) -> None:

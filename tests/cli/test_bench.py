@@ -1,0 +1,145 @@
+"""flaxen bench language: what is refused before anything is measured, and what a run leaves behind."""
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import command
+
+from flaxen.cli import bench
+from flaxen.cli.bench import BenchLanguage
+from flaxen.errors import InputError
+
+NOTE = """
+--------------------
+For simplicity, JAX has removed its internal frames from the traceback of the following exception. Set \
+JAX_TRACEBACK_FILTERING=off to include these.
+"""
+TRACE = 'Traceback (most recent call last):\n  File "bench.py", line 1, in main\n    KeyError: source\n'
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """What was asked for; figures are made up, at once. Those of length 2,048 fail."""
+    asked: list[tuple[str, str, int]] = []
+
+    def measure(self: BenchLanguage, name: str, kind: str, length: int) -> dict[str, Any]:
+        if asked:  # as it is when a later one is interrupted
+            assert len(json.loads(self.out.with_suffix(".json").read_text())) == len(asked)
+        asked.append((name, kind, length))
+        about = {"model": name, "kind": kind, "length": length}
+        if length == 2048:
+            return about | {"error": f"MemoryError: {kind} [/of]"}  # looks like rich's markup
+        names = ("cpu", "wall", "tokens_per_second", "tokens_per_cpu_second", "peak_gb", "compile_cpu", "milliseconds")
+        return about | dict.fromkeys(names, 1.0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(BenchLanguage, "measure", measure)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"models": ("vq", "rnn")}, "models are vq, vq-parallel, full; got rnn"),
+        ({"models": ()}, "got none"),
+        ({"preset": "vq-mni"}, "did you mean 'vq-mini'"),
+        ({"preset": "gpt2-mini"}, "no Transformer-VQ; choose one of vq-tiny"),
+        ({"fields": ("windw=4",)}, "did you mean 'window'"),
+        ({"fields": ("window=0",)}, "window must be at least 1"),
+        ({"repeats": 0}, "--repeats must be at least 1, got 0"),
+        ({"update": 0}, "--update must be at least 1"),
+        ({"cores": -1}, "--cores must be at least 1"),
+        ({"lengths": ()}, "one or more of at least 1; got none"),
+        ({"lengths": (1024, -256)}, "got 1024 -256"),
+        ({"lengths": (1024, 320)}, "--lengths 320 is no multiple of the model's block of 256.*block=64"),
+        ({"lengths": (1024,), "update": 128}, "--update 128 is no multiple of the model's block"),
+        ({"lengths": (512, 1024, 1280), "update": 512}, "--lengths 1280 is no multiple of --update 512"),
+        ({"out": Path("new/bench.json")}, "such as bench.png, its numbers go beside it"),
+        ({"out": Path(".")}, "is a directory"),
+        ({"out": Path("file/bench.png")}, "cannot be written"),
+        ({"out": Path("taken.png")}, "cannot be written"),
+    ],
+)
+def test_refused(flags: dict[str, Any], message: str, measured: list[Any], tmp_path: Path) -> None:
+    """At once, and nothing is left behind."""
+    Path("file").touch()
+    Path("taken.json").mkdir()
+    with pytest.raises(InputError, match=message):
+        BenchLanguage(**flags).run(set())
+    assert not measured
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken.json"]
+
+
+def test_a_read_only_place(measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(bench, "whole_file", refuse)
+    with pytest.raises(InputError, match=r"--out bench.png cannot be written: .*Permission denied"):
+        BenchLanguage(out=Path("bench.png")).run(set())
+    assert not measured
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_numbers_come_first(drawn: bool, measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there after each measurement, with those that failed, and without matplotlib too."""
+    find = importlib.util.find_spec
+    if not drawn:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    flags = ("--lengths", "1024", "2048", "4096", "--longest-full", "2048", "--out", "new/one.png")
+    done = command("bench", "language", *flags)
+    assert done.code == 0, done.err
+    records = json.loads(Path("new/one.json").read_text())
+    assert [(one["model"], one["kind"], one["length"]) for one in records] == measured
+    assert ("full", "train", 4096) not in measured
+    assert ("vq-parallel", "decode", 1024) not in measured
+    assert "MemoryError: train [/of]" in done.out
+    assert Path("new/one.png").exists() == drawn
+    assert ("no picture: it needs matplotlib" in done.err) != drawn
+    assert len(list(Path("new").iterdir())) == 1 + drawn
+
+
+def test_kinds_that_all_fail_leave_their_panels_empty() -> None:
+    from flaxen.cli.plots import throughput
+
+    records = [
+        {"model": "vq", "kind": "train", "length": 1024, "error": "MemoryError"},
+        {"model": "vq", "kind": "decode", "length": 1024, "milliseconds": 1.0},
+    ]
+    throughput(records, Path("one.png"))
+    assert [path.name for path in Path().iterdir()] == ["one.png"]
+
+
+def test_nothing_measured() -> None:
+    done = command("bench", "language", "--lengths", "2048")
+    assert done.code == 1
+    assert "every measurement failed" in done.message
+    assert "MemoryError: train" in done.message
+    assert not Path("bench-language.png").exists()
+    assert all("error" in one for one in json.loads(Path("bench-language.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "error"),
+    [
+        (1, f"{TRACE}ValueError: 48 tokens: no multiple{NOTE}", "ValueError: 48 tokens: no multiple"),
+        (1, f"{TRACE}ValueError: one\n\nDuring it:\n{TRACE}a.b.CError: two\nand more\n", "a.b.CError: two"),
+        (1, f"{TRACE}MemoryError\n", "MemoryError"),
+        (1, "WARNING: slow\nno such thing\n\n", "no such thing"),
+        (3, " \n", "exit code 3"),
+        (-9, "WARNING: slow\n", "killed by SIGKILL, perhaps for want of memory"),
+        (-6, "what(): std::bad_alloc\n", "killed by SIGABRT: what(): std::bad_alloc"),
+        (-11, "", "killed by SIGSEGV"),
+        (-40, "", "killed by signal 40"),
+    ],
+)
+def test_why_a_process_failed(code: int, stderr: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real `measure`
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, "", stderr))
+    record = BenchLanguage().measure("vq", "train", 64)
+    assert record == {"model": "vq", "kind": "train", "length": 64, "error": error}
