@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from flaxen.cli.main import main
 from flaxen.cli.vocab import Vocab
 from flaxen.data.corpus import Corpus
 from flaxen.data.tokenizers import load_tokenizer
+from flaxen.data.vocabulary import train_sentencepiece
 from flaxen.errors import InputError
 
 
@@ -35,7 +37,31 @@ def test_writes_and_reports(kind: Any, corpus: Corpus, tmp_path: Path, capsys: p
     assert "600, 20 of them sentinels" in printed.out
     assert "characters per token, 0." in printed.out
     assert printed.out.count("example ") == 3
-    assert f"--model.preset t5-v1_1-mini --model.tokenizer {out} --data.train '{corpus.train[0]}'" in printed.out
+    flags = f"--model.preset t5-v1_1-mini --model.tokenizer {out} --data.train '{corpus.train[0]}'"
+    assert f"next      flaxen train denoise --out run {flags}\n" in printed.out
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_without_sentinels_it_is_for_a_language_model(
+    model_type: Any,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "vocabulary"
+    flags = ["--size", "600", "--sentinels", "0", "--coverage", "1.0", "--model-type", model_type]
+    monkeypatch.setattr("sys.argv", ["flaxen", "vocab", str(out), "--data.train", *corpus.train, *flags])
+    main()
+    tokenizer = load_tokenizer(out)
+    assert tokenizer is not None
+    assert (tokenizer.size, tokenizer.sentinels) == (600, ())
+    texts = corpus.train_source().texts(lambda _: None)
+    files = train_sentencepiece(texts, 600, sentinels=0, coverage=1.0, model_type=model_type)
+    assert files == {path.name: path.read_bytes() for path in out.iterdir()}
+    printed = capsys.readouterr().out
+    following = f"--model.preset vq-tiny --model.tokenizer {out} --data.train '{corpus.train[0]}'"
+    assert f"next      flaxen train language --out run {following}\n" in printed
 
 
 def test_an_empty_directory_is_free(corpus: Corpus, tmp_path: Path) -> None:
@@ -63,6 +89,7 @@ def test_what_exists_is_refused(name: str, corpus: Corpus, tmp_path: Path) -> No
         ({"size": 50}, set(), "size must be at least"),
         ({"coverage": 2.0}, {"coverage"}, "coverage must be"),
         ({"kind": "bpe", "byte_fallback": True}, {"byte_fallback"}, "--byte-fallback belongs to SentencePiece"),
+        ({"kind": "bpe", "model_type": "bpe"}, {"model_type"}, "--model-type belongs to SentencePiece"),
         ({"data": Corpus()}, set(), "--data.train"),
         ({"data": Corpus(train=("{tmp}/empty.txt",))}, set(), "expected text"),
         ({"data": Corpus(train=("{tmp}/latin.txt",))}, set(), "not UTF-8"),

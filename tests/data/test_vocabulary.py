@@ -120,6 +120,25 @@ def test_bytes_for_rare_characters(tmp_path: Path) -> None:
     assert 2 not in ours.encode(text)
 
 
+def test_pieces_merged_pair_by_pair(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sentinels": 0, "coverage": 1.0}
+    files = train_sentencepiece(DOCUMENTS, 700, **options, model_type="bpe")
+    assert files == train_sentencepiece(DOCUMENTS, 700, **options, model_type="bpe")
+    ours = load(write(tmp_path, files))
+    assert (ours.size, ours.pad_id, ours.eos_id, ours.unk_id, ours.sentinels) == (700, 0, 1, 2, ())
+    merged = [ours.token(id) for id in range(3, 700)]
+    characters = {piece for piece in merged if len(piece) == 1}
+    for k, piece in enumerate(merged):  # a pair of what there was before, which no unigram model need be
+        parts = characters.union(merged[:k])
+        assert piece in characters or any(piece[:i] in parts and piece[i:] in parts for i in range(1, len(piece)))
+    for text in filter(str.isascii, PROSE):
+        ids = ours.encode(text)
+        assert ours.unk_id not in ids
+        assert ours.decode(ids) == " ".join(text.split())
+    with pytest.raises(InputError, match=r"it allows .* ids at most"):
+        train_sentencepiece(DOCUMENTS[:8], 90_000, model_type="bpe")
+
+
 def test_coverage_decides_which_characters_are_pieces(tmp_path: Path) -> None:
     texts = [*DOCUMENTS, "жук"]
     for coverage, unknown in ((1.0, False), (0.99, True)):

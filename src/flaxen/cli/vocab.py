@@ -15,7 +15,7 @@ import tyro
 
 from flaxen.data.corpus import Corpus
 from flaxen.data.tokenizers import Files, Tokenizer, load_tokenizer
-from flaxen.data.vocabulary import train_bpe, train_sentencepiece
+from flaxen.data.vocabulary import ModelType, train_bpe, train_sentencepiece
 from flaxen.errors import InputError
 
 SHOWN = 1_000_000  # characters to measure the vocabulary on
@@ -40,11 +40,14 @@ class Vocab:
     """SentencePiece: spell other characters in bytes. (Unknown to transformers 5, which reads such text as <unk>.)"""
     sample: int = 1_000_000
     """SentencePiece: sentences to train on, drawn from all (256 characters at most; up to 6 GB for a million)."""
+    model_type: ModelType = "unigram"
+    """SentencePiece: pieces are the likeliest (unigram, as T5's), or merged pair by pair from characters (bpe, as
+    Transformer-VQ's for PG-19; --kind bpe merges bytes). transformers 5 takes bpe for unigram: other tokens."""
 
     def run(self, given: set[str]) -> None:
         from flaxen.hf.files import whole_directory
 
-        alone = [name for name in ("coverage", "byte_fallback", "sample") if name in given]
+        alone = [name for name in ("coverage", "byte_fallback", "sample", "model_type") if name in given]
         if self.kind == "bpe" and alone:
             raise InputError(f"--{alone[0].replace('_', '-')} belongs to SentencePiece; leave it out for --kind bpe")
         out = self.out.expanduser()
@@ -80,7 +83,7 @@ class Vocab:
             if self.kind == "bpe":
                 files = _interruptible(lambda: train_bpe(texts(), self.size, self.sentinels))
             else:
-                options = (self.coverage, self.byte_fallback, self.sample)
+                options = (self.coverage, self.byte_fallback, self.sample, self.model_type)
                 files = _interruptible(lambda: train_sentencepiece(texts(), self.size, self.sentinels, *options))
         return files, shown
 
@@ -96,8 +99,10 @@ class Vocab:
             ids = tokenizer.encode(example, eos=False, specials=False)
             print(f"example   {' '.join(map(tokenizer.token, ids))}")
         data = ["--data.dataset", self.data.dataset] if self.data.dataset else ["--data.train", *self.data.train]
-        flags = shlex.join(["--model.preset", "t5-v1_1-mini", "--model.tokenizer", str(self.out), *data])
-        print(f"next      flaxen train denoise --out run {flags}")
+        # Span corruption needs sentinels; without them it is a vocabulary of a language model.
+        task, preset = ("denoise", "t5-v1_1-mini") if self.sentinels else ("language", "vq-tiny")
+        flags = shlex.join(["--model.preset", preset, "--model.tokenizer", str(self.out), *data])
+        print(f"next      flaxen train {task} --out run {flags}")
 
 
 def _check_free(out: Path) -> None:

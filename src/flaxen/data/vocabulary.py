@@ -1,4 +1,4 @@
-"""Vocabularies out of text: SentencePiece's unigram model, which T5 has, and byte-level BPE."""
+"""Vocabularies out of text: SentencePiece's models, T5's unigram or BPE, and byte-level BPE."""
 
 import io
 import json
@@ -6,11 +6,12 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 from flaxen.data.tokenizers import Files
 from flaxen.errors import InputError
 
+ModelType = Literal["unigram", "bpe"]
 SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # ids 0, 1, 2
 # What SentencePiece reads at a time. It drops what is longer than 4192 bytes, and takes 22 bytes of memory for a
 # character of its sample: a million web pages would take 50 GB, a million of these take 6 at most. No piece spans a
@@ -27,8 +28,9 @@ def train_sentencepiece(
     coverage: float = 0.9995,
     byte_fallback: bool = False,
     sample: int = 1_000_000,
+    model_type: ModelType = "unigram",
 ) -> Files:
-    """A unigram vocabulary of `size` ids, sentinels included, from `sample` sentences (256 characters at most)."""
+    """A SentencePiece model of `size` ids, sentinels included, from `sample` sentences (256 characters at most)."""
     import sentencepiece
 
     if not 0.98 <= coverage <= 1:
@@ -51,7 +53,7 @@ def train_sentencepiece(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_begun(sentences()),
             model_writer=model,
-            model_type="unigram",
+            model_type=model_type,
             vocab_size=n_pieces,
             character_coverage=coverage,
             byte_fallback=byte_fallback,
