@@ -1,10 +1,11 @@
 """A model with its tokenizer: loaded from a checkpoint, asked for logits or text, saved again."""
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxen.data.images import Processor, Unreadable, open_image
-from flaxen.data.tokenizers import Tokenizer, load_tokenizer
+from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from flaxen.errors import InputError
 from flaxen.generate.batches import batches, groups
 from flaxen.generate.options import make_options
@@ -110,7 +111,7 @@ class Pretrained:
         for n in range(1, chosen.max_new_tokens + 1):
             search = generator.advance(search, n)
             over = bool(ended(search, chosen)) or n == chosen.max_new_tokens
-            text = self.tokenizer.decode(np.asarray(search.tokens[0, 0, first : first + n]).tolist())
+            text = self.tokenizer.decode(np.asarray(search.tokens)[0, 0, first : first + n].tolist())
             # A character may be half there: hold it back until its last byte has come.
             if text.startswith(said) and (over or not text.endswith("�")):
                 yield text[len(said) :]
@@ -122,15 +123,30 @@ class Pretrained:
         """What a Transformer-VQ keeps of a text, to go on from at any time. Its size is that of any other."""
         if not isinstance(self.model, VQLM) or self.config.attention != "vq":
             raise InputError("only a Transformer-VQ with attention vq keeps a memory")
+        if memory is not None and memory.model != self.digest:
+            raise InputError("this memory was made by a model with other weights; let this one read the text itself")
         (ids,) = self.encode([prompt]) if memory is None else [self._more(prompt)]
         read = list(memory.unread if memory else ()) + ids
         state = vq_lm.empty(self.config, 1) if memory is None else memory.state
         first, before = 0, read[:-1]  # the last one is read when something is to follow it
-        while first < len(before):
-            n = self.config.block * ((len(before) - first) // self.config.block) or len(before) - first
+        for n in _sizes(len(before), self.config.block):
             state = _read(self.model, min(n, self.config.block), jnp.asarray([before[first : first + n]]), state)
             first += n
-        return Memory(state, tuple(read[-1:]))
+        return Memory(state, tuple(read[-1:]), self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the weights, the same for f32 ones and for bf16 ones made of them."""
+        found = hashlib.blake2b(digest_size=16)
+        for path, leaf in leaves(self.model).items():
+            found.update(path.encode() + np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
+        return found.hexdigest()
+
+    @classmethod
+    def over_bytes(cls, model: VQLM) -> "Pretrained":
+        """A model whose ids are those of bytes, if there are as many."""
+        bytewise = ByteTokenizer.plain()
+        return cls(model, bytewise if model.config.vocab_size == bytewise.size else None)
 
     def _more(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -251,12 +267,19 @@ class Pretrained:
         return array.astype(np.int32)
 
 
+def _sizes(n: int, block: int) -> Iterator[int]:
+    """n tokens in pieces of few different sizes, each of which is a program to compile: 64, 32, … 1 blocks, and then
+    less than one."""
+    while n:
+        size = block << min((n // block).bit_length() - 1, 6) if n >= block else 1 << (n.bit_length() - 1)
+        yield size
+        n -= size
+
+
 @partial(jax.jit, static_argnames="block")
 def _read(model: VQLM, block: int, ids: jax.Array, state: vq_lm.State) -> vq_lm.State:
     """The state behind some tokens, which block does not change."""
-    config = dataclasses.replace(model.config, block=block)
-    sized = jax.tree.unflatten(jax.tree.structure(VQLM(config)), jax.tree.leaves(model))
-    return sized(ids, state)[1]
+    return vq_lm.recast(model, dataclasses.replace(model.config, block=block))(ids, state)[1]
 
 
 @jax.jit

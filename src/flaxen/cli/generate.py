@@ -62,7 +62,7 @@ class Generate:
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     def run(self, given: set[str]) -> None:
-        if self.pictures:
+        if "pictures" in given:
             self._draw(given)
             return
         if self.memory and not self.text and not self.file and not self.image:
@@ -72,11 +72,13 @@ class Generate:
             raise InputError("give prompts either with --text, with --image or with --file")
         if (self.memory or self.save_memory) and len(self.text) != 1:
             raise InputError("--memory and --save-memory are for one --text")
+        # What was not typed is left to the checkpoint's own defaults.
+        options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
+        if self.save_memory and (options or self.out or self.json or self.stream):
+            raise InputError("--save-memory generates nothing: leave out --out, --json, --stream and search options")
         if self.stream and (len(self.text) + len(self.image) != 1 or self.json or self.out):
             raise InputError("--stream shows one prompt as plain text: give one --text, and neither --json nor --out")
         prompts, n = self._prompts()
-        # What was not typed is left to the checkpoint's own defaults.
-        options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
 
         import flaxen
         from flaxen.models.captioner import Captioner
@@ -115,8 +117,11 @@ class Generate:
 
     def _draw(self, given: set[str]) -> None:
         """Pictures one by one as .png, and all of them in grid.png."""
-        if self.text or self.image or self.file is not None or self.out is None:
-            raise InputError("--pictures needs --out, a directory, and no prompts")
+        if self.text or self.image or self.file is not None or self.out is None or self.pictures < 1:
+            raise InputError("--pictures needs a positive number, --out, a directory, and no prompts")
+        others = ("memory", "save_memory", "json", "stream", "bad_words")
+        if ignored := [name for name in others if getattr(self, name)]:
+            raise InputError(f"--{ignored[0].replace('_', '-')} is not for --pictures")
         import flaxen
         from flaxen.cli.pictures import draw
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flaxen.atomic import write_bytes
 from flaxen.data.stream_store import FIRST
 from flaxen.errors import InputError
+from flaxen.hf.files import whole_directory
 from flaxen.pretrained import Pretrained
+
+OPTIONS = ("do_sample", "seed", "temperature", "top_k", "top_p", "min_p", "nucleus", "repetition_penalty")
 
 
 def draw(pretrained: Pretrained, n: int, directory: Path, batch_size: int, options: dict[str, Any]) -> np.ndarray:
@@ -19,21 +21,22 @@ def draw(pretrained: Pretrained, n: int, directory: Path, batch_size: int, optio
     shape = getattr(pretrained.config, "image", ())
     if not shape:
         raise InputError("this model writes no pictures; train one with `flaxen train language --data.kind pixels`")
+    strange = [name for name in options if name not in OPTIONS]
+    if strange or not options.get("do_sample", True):
+        what = f"--{strange[0].replace('_', '-')}" if strange else "--no-do-sample"
+        raise InputError(f"{what} is not for pictures, which are sampled whole; there are {', '.join(OPTIONS)}")
     size = math.prod(shape)
     special = [[id] for id in range(pretrained.config.vocab_size) if not FIRST <= id < FIRST + 256]
     asked = {"do_sample": True, "top_k": 0, "max_new_tokens": size, **options}
     asked |= {"bad_words_ids": special, "eos_token_id": ()}
-    if asked["max_new_tokens"] != size:
-        raise InputError(f"a picture has {size:,} numbers; leave --max-new-tokens out")
-    print(f"{n} pictures of {size:,} numbers each", file=sys.stderr)
-    start = [pretrained.config.start_id]
-    found = pretrained.generate([start] * n, batch_size=batch_size, **asked)
-    drawn = np.array([one.tokens for one in found], np.int64).reshape(n, *shape) - FIRST
-    pictures = drawn.astype(np.uint8)
-    directory.mkdir(parents=True, exist_ok=True)
-    for i, picture in enumerate(pictures):
-        write_bytes(directory / f"{i:04d}.png", png(picture))
-    write_bytes(directory / "grid.png", png(grid(pictures)))
+    with whole_directory(directory, "grid.png") as fresh:  # what is in the way is refused now, not at the end
+        print(f"{n} pictures of {size:,} numbers each", file=sys.stderr)
+        found = pretrained.generate([[pretrained.config.start_id]] * n, batch_size=batch_size, **asked)
+        drawn = np.array([one.tokens for one in found], np.int64).reshape(n, *shape) - FIRST
+        pictures = drawn.astype(np.uint8)
+        for i, picture in enumerate(pictures):
+            (fresh / f"{i:04d}.png").write_bytes(png(picture))
+        (fresh / "grid.png").write_bytes(png(grid(pictures)))
     print(f"pictures and grid.png in {directory}", file=sys.stderr)
     return pictures
 

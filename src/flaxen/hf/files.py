@@ -161,8 +161,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     """Yields a fresh directory that becomes `target` if the block succeeds and vanishes if it does not.
 
-    A checkpoint that stood at `target` (it has the file `mark`) stays until the new one is complete; anything else is
-    refused.
+    What stood at `target` stays until the new one is complete, if it is of the same kind: it has the file `mark`.
+    Anything else is refused.
     """
     target = target.expanduser()
     if target.is_dir():
@@ -170,7 +170,8 @@ def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     else:
         strange = target.exists()
     if strange:
-        raise InputError(f"{target} exists and is no checkpoint; choose another directory, or empty this one")
+        kind = "checkpoint" if mark == "config.json" else f"directory with {mark}"
+        raise InputError(f"{target} exists and is no {kind}; choose another directory, or empty this one")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     old = fresh.with_suffix(".old")

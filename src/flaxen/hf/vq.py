@@ -83,13 +83,14 @@ def original_config(settings: dict[str, Any]) -> Config:
 
 
 def load_original(flat: dict[str, np.ndarray], config: dict[str, Any]) -> "Pretrained":
-    """A model out of the original's parameters, by their paths joined by '/', and its settings."""
+    """A model out of the original's parameters, by their paths joined by '/', and its settings. One of 259 ids reads
+    and writes bytes."""
     from flaxen.pretrained import Pretrained  # which knows this module: the one way back, for the caller's comfort
 
     ours = original_config(config)
     # Created by the original whether it is used or not.
     unused = lambda name: name == "token_embedder/bias_out"  # noqa: E731
-    return Pretrained(load(VQLM(ours), original_rows(ours), _Flat(flat), np.float32, unused))
+    return Pretrained.over_bytes(load(VQLM(ours), original_rows(ours), _Flat(flat), np.float32, unused))
 
 
 class _Flat(Tensors):

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 from flaxen.atomic import write_bytes
 from flaxen.errors import InputError
 from flaxen.models import vq_lm
+from flaxen.models.vq_config import Config
 from flaxen.tree import leaves, map_leaves
 
 
@@ -22,26 +24,31 @@ class Memory:
 
     state: vq_lm.State
     unread: tuple[int, ...]
+    model: str  # the digest of its weights: to another one this says nothing
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """To one .npz file; all of it, or nothing."""
         arrays = {name: np.asarray(leaf) for name, leaf in leaves(self.state).items()}
         file = io.BytesIO()
-        np.savez(file, allow_pickle=False, unread=np.array(self.unread, np.int32), **arrays)
+        about = {"unread": np.array(self.unread, np.int32), "model": np.array(self.model)}
+        np.savez(file, allow_pickle=False, **about, **arrays)
         write_bytes(Path(path), file.getvalue())
 
     @staticmethod
     def load(path: str | os.PathLike[str], config: Any) -> "Memory":
         """Of a model with this configuration."""
+        if not isinstance(config, Config) or config.attention != "vq":
+            raise InputError("only a Transformer-VQ with attention vq keeps a memory")
         like = jax.eval_shape(lambda: vq_lm.empty(config, 1))
         try:
-            with np.load(path) as file:
+            with np.load(io.BytesIO(Path(path).read_bytes())) as file:
                 found = {name: file[name] for name in file.files}
-        except (OSError, ValueError) as error:
+                unread, model = tuple(found["unread"].tolist()), str(found["model"])
+        except (OSError, ValueError, EOFError, BadZipFile, KeyError, AttributeError) as error:
             raise InputError(f"{path} holds no memory of a Transformer-VQ ({error})") from None
         for name, leaf in leaves(like).items():
             if name not in found or found[name].shape != leaf.shape:
                 got = found[name].shape if name in found else "nothing"
                 raise InputError(f"{path} is the memory of another model: {name} should be {leaf.shape}, is {got}")
         state = map_leaves(lambda name, _: jnp.asarray(found[name]), like)
-        return Memory(state, tuple(found["unread"].tolist()))
+        return Memory(state, unread, model)
