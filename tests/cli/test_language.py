@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from commands import Done, command
 
+from flaxen.data.tokenizers import load_tokenizer
 from flaxen.tree import leaves
 
 SMALL = ("d_model=32", "d_k=8", "d_v=32", "n_layers=2", "n_codes=16", "block=16", "window=16")
@@ -54,8 +55,10 @@ def test_from_a_file_to_text(text: Path) -> None:
     assert last["bits_per_byte"] < 4 < 8
     assert Path("run/codebooks.png").read_bytes()[:4] == b"\x89PNG"
     asked = ("eval", "language", "run/model", *DATA)
-    values = json.loads(run(*asked, "--batch-size", "3").out)
+    values = json.loads(run(*asked, "--batch-size", "3", "--tokenizer", "bytes").out)
     assert values["split"] == "validation"
+    smaller = json.loads(run(*asked, "--objective.update", "8").out)  # less than the model's block, which then fits
+    assert smaller["loss"] == pytest.approx(values["loss"], rel=1e-5)
     assert values["loss"] == pytest.approx(last["loss"], rel=1e-5)
     assert json.loads(run(*asked, "--split", "test").out)["loss"] != values["loss"]
     carried = json.loads(run(*asked, "--objective.continued", "--batch-size", "1").out)
@@ -66,6 +69,14 @@ def test_from_a_file_to_text(text: Path) -> None:
     run("generate", "run/model", "--text", "one two", "--save-memory", "memory.npz")
     direct = run("generate", "run/model", "--text", "one two", "--max-new-tokens", "16", "--stream").out
     assert run("generate", "run/model", "--memory", "memory.npz", "--max-new-tokens", "16").out == direct
+    run(*train("other", "--training.steps", "1"))
+    fails(("generate", "other/model", "--memory", "memory.npz"), "other weights")
+    fails(("generate", "run/model", "--text", "a", "--save-memory", "m.npz", "--do-sample"), "generates nothing")
+    whole = Path("memory.npz").read_bytes()
+    Path("memory.npz").write_bytes(whole[: len(whole) // 2])
+    fails(("generate", "run/model", "--memory", "memory.npz"), "holds no memory")
+    shown = run("preview", "language", *FIELDS, *DATA).out
+    assert "one " in shown or "two " in shown
 
 
 def parameters(out: str, model: str = "model") -> dict[str, np.ndarray]:
@@ -121,7 +132,19 @@ def test_pictures(text: Path) -> None:
     for name, size in (("0000", (4, 4)), ("grid", (16, 11))):
         with Image.open(f"drawn/{name}.png") as picture:
             assert picture.size == size
-    fails(("generate", "run/model", "--pictures", "5"), "--pictures needs --out")
+    drawing = ("generate", "run/model", "--pictures")
+    run(*drawing, "2", "--out", "drawn", "--do-sample", "--nucleus", "0.9")  # in the place of the five
+    assert sorted(path.name for path in Path("drawn").iterdir()) == ["0000.png", "0001.png", "grid.png"]
+    for flags, message in (
+        (("5",), "--out, a directory"),
+        (("-1", "--out", "x"), "positive number"),
+        (("2", "--out", "x", "--num-beams", "2"), "--num-beams is not for pictures"),
+        (("2", "--out", "x", "--no-do-sample"), "--no-do-sample is not for pictures"),
+        (("2", "--out", "x", "--json"), "--json is not for --pictures"),
+        (("2", "--out", "pictures.npy"), "exists and is no directory with grid.png"),
+    ):
+        fails((*drawing, *flags), message)
+    assert not Path("x").exists()
 
 
 def test_words_and_adapters(text: Path) -> None:
@@ -132,9 +155,17 @@ def test_words_and_adapters(text: Path) -> None:
     data = ("--data.train", "text.txt", "--objective.length", "64", "--objective.update", "32")
     run("train", "language", "--out", "run", *FIELDS, "--model.tokenizer", "vocab", *data, "--training.steps", "10")
     values = json.loads(run("eval", "language", "run/model", *data).out)
-    # Sentences of words from {one, two, three, many} that a line break ends: bytes, words and tokens go together.
-    assert values["loss"] < math.log(values["word_perplexity"]) < 3 * values["loss"]
-    assert 0 < values["bits_per_byte"] < values["loss"] / math.log(2)
+    # What is validated on are the first lines, as many as make 5 % of them; a line and its end are its tokens.
+    lines = [line for line in Path("text.txt").read_text().splitlines() if line.strip()]
+    held = lines[: round(len(lines) * 0.05)]
+    tokens = sum(len(load_tokenizer(Path("vocab")).encode(line)) for line in held)
+    nats, words = values["loss"] * tokens, sum(len(line.split()) for line in held)
+    assert values["word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-5)
+    assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, held)), rel=1e-5)
+    tested = json.loads(run("eval", "language", "run/model", *data, "--data.test", "text.txt", "--split", "test").out)
+    assert tested["loss"] != values["loss"]
+    fails(("eval", "language", "run/model", *data, "--split", "test"), "nothing to evaluate on")
+    fails(train("x", "--model.tokenizer", "vocab"), "reads bytes as they are")
     adapter = ("--lora.rank", "2", "--lora.targets", "*.q", "*.o", "--optimizer.learning-rate", "1e-2")
     run("train", "language", "--out", "adapted", "--model.init", "run/model", *data, *adapter, "--training.steps", "10")
     last = json.loads(Path("adapted/metrics.jsonl").read_text().splitlines()[-1])
@@ -175,6 +206,11 @@ def test_full_attention_trains_and_writes(text: Path) -> None:
         (("--model.fields", "windw=4"), "did you mean 'window'"),
         (("--model.fields", "attention=full", *SMALL), "full attention keeps nothing"),
         (("--data.train", "empty.bin"), "empty"),
+        (("--data.validation", "empty.bin"), "empty"),
+        (("--data.shares", "100", "0", "0", "--training.keep-best", "loss"), "needs data to validate on"),
+        (("--data.validation-percent", "50"), "bytes have data.shares"),
+        (("--model.fields", "compute=bfloat16"), "that is --model.compute"),
+        (("--model.fields", "vocab_size=100"), "the tokenizer says it"),
     ],
 )
 def test_refused(flags: tuple[str, ...], message: str, text: Path) -> None:
@@ -189,6 +225,23 @@ def test_nothing_is_made_up(text: Path) -> None:
         fails(asked, "absent")
     run(*train("run", "--training.steps", "1"))
     config = json.loads(Path("run/model/config.json").read_text())
+    start = ("--model.preset", "None", "--model.fields", "--model.init", "run/model")
+    fails(train("more", *start, "--objective.codebooks", "data"), "has its codebooks")
+    fails(train("more", *start, "--model.fields", "d_model=64"), "only block and form")
+    run(*train("more", *start, "--model.fields", "block=8", "--training.steps", "1"))
+    tokenizer = Path("run/model/tokenizer_config.json")
+    tokenizer.write_text(tokenizer.read_text().replace('"extra_ids": 0', '"extra_ids": 4'))
+    fails(("generate", "run/model", "--text", "a"), "the tokenizer has 263 ids and the model only 259")
     Path("run/model/model.safetensors").unlink()
     fails(("generate", "run/model", "--text", "a"), "model.safetensors")
     assert config["model_type"] == "transformer_vq"
+
+
+def test_an_update_of_nothing_but_padding(text: Path) -> None:
+    """It is no NaN: the record of it has no loss."""
+    Path("short.bin").write_bytes(b"twenty-four bytes of it.")
+    run(*train("run", "--data.train", "short.bin", "--data.shares", "100", "0", "0", "--training.steps", "4",
+               "--training.log-every", "1"))  # fmt: skip
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert ["loss" in record for record in records] == [True, False, True, False]
+    assert "NaN" not in Path("run/metrics.jsonl").read_text()

@@ -8,7 +8,7 @@ import pytest
 from vq_goldens import golden
 
 from flaxen.data.pixels import open_pixels
-from flaxen.data.stream_store import Bytes, open_streams, pieces, sequences
+from flaxen.data.stream_store import Bytes, Measure, open_streams, pieces, sequences
 from flaxen.data.streams import Streamed
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
@@ -27,6 +27,9 @@ class Ids:
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         return np.stack([self.ids[s : s + length] for s in starts]) if len(starts) else np.empty((0, length), np.int32)
+
+    def measured(self) -> Measure:
+        return Measure(len(self), 0, len(self))
 
 
 def test_pipeline_golden() -> None:
@@ -82,6 +85,8 @@ def test_text_documents(tmp_path: Path) -> None:
     data = Streamed(train=(str(tmp_path / "*.txt"),), unit="file", cache=tmp_path / "cache", validation_percent=34.0)
     splits = open_streams(data, BYTES).splits
     assert [len(splits[name]) for name in ("train", "validation", "test")] == [24, 11, 0]
+    assert splits["validation"].measured() == Measure(11, 2, 10)  # the end of a document is no byte
+    assert splits["train"].measured() == Measure(24, 4, 22)
     text = BYTES.decode(splits["train"].rows(np.array([0]), 24)[0].tolist())
     assert text == "three\n\nbook\ntwo\n\nbook\n"
 

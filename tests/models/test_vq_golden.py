@@ -56,7 +56,8 @@ def test_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS[:5])
 def test_codes_and_layers(name: str) -> None:
-    """Codes are identical; each layer's output is the original's."""
+    """Codes are identical; each layer's output is the original's; so are the metrics of codebooks, taken in every block
+    of the first update and averaged over blocks, units and layers."""
     there, model = load(f"model_{name}", scan=False)
     c, ids = model.config, jnp.asarray(there["batch/inputs"])
     state = vq_lm.empty(c, len(ids))
@@ -64,14 +65,23 @@ def test_codes_and_layers(name: str) -> None:
     x = model.embed(ids, vq_lm.place(c, state, documents))
     close(x, there["eval/x_emb"], 1e-5)
     now = vq.Seen(jnp.concatenate([state.seen.documents, documents], 1), state.seen.latest)
+    measured: list[dict[str, jax.Array]] = []
     for i, layer in enumerate(vq_lm.unstack(model.layers)):
         for j, unit in enumerate((layer.first, layer.second)):
-            z, _ = unit.codebook.nearest(unit.project(x, c)[1])
+            k = unit.project(x, c)[1]
+            z, chosen = unit.codebook.nearest(k)
             np.testing.assert_array_equal(z, there[f"eval/shortcodes/layer{i}/attn{j + 1}"])
+            looks = codebook.statistics(unit.codebook.sum[...], unit.codebook.count[...])
+            for first in range(0, there.config["model"]["update_len"], c.block):
+                block = (slice(None), slice(None), slice(first, first + c.block))
+                measured.append(looks | codebook.fitness(k[block], chosen[block]))
             x, _, _ = jax.jit(lambda unit, x, cache: unit(x, now, cache, None, c, None))(
                 unit, x, jax.tree.map(lambda a, i=i: a[i], state.caches[j])
             )
         close(x, there[f"eval/layer{i}/x_out"], 1e-5)
+    for name, expected in there.under("train/chunk0/metrics/").items():
+        if not name.startswith("loss"):
+            assert np.mean([one[name] for one in measured]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5), name
 
 
 def objective(model: VQLM, there: Golden, state: State | None, chunk: slice, noise: Noise | None = None) -> Any:

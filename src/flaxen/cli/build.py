@@ -71,7 +71,9 @@ def build(settings: Settings) -> Built:
     task = make_task(settings, begin)
     begin = dataclasses.replace(begin, config=task.config) if isinstance(task, Language) else begin
     weights: Callable[[], Any] = partial(_initial, settings.model, begin.config, settings.training.seed)
-    if isinstance(task, Language) and settings.model.init is None:
+    if isinstance(task, Language):
+        if settings.model.init is not None and task.objective.codebooks == "data":
+            raise InputError("a checkpoint has its codebooks: leave out --objective.codebooks data, or model.init")
         weights = partial(_started, task, weights)
     make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
     abstract = begin.model
@@ -142,8 +144,11 @@ def language_task(
     config = begin.config
     if config.image and opened.shape != config.image:
         raise InputError(f"the model writes pictures of shape {config.image}, the data has {opened.shape or 'none'}")
-    if data.kind != "text" and config.vocab_size < 259:
-        raise InputError(f"{data.kind} have ids up to 258, and the model's vocabulary ends at {config.vocab_size - 1}")
+    if data.kind != "text" and not isinstance(begin.tokenizer, ByteTokenizer):
+        raise InputError(
+            f"data.kind {data.kind} reads bytes as they are, and this model's tokens are a vocabulary's; leave "
+            "--model.tokenizer out, or read the files with --data.kind text"
+        )
     config = dataclasses.replace(config, image=opened.shape)
     return Language(config, objective, begin.tokenizer, opened, seed, split)
 
@@ -170,15 +175,24 @@ def start(model: Start) -> Beginning:
     """Configuration, tokenizer and the like; no weights are read or made."""
     generation: dict[str, Any] = {}
     processor: Processor | None = None
+    for name in (one.partition("=")[0] for one in model.fields):
+        if name in ELSEWHERE:
+            raise InputError(f"model.fields {name}: {ELSEWHERE[name]}")
+        if model.init is not None and name not in ANY_WAY:
+            raise InputError(
+                f"model.fields {name}: a checkpoint is what it is; only {' and '.join(ANY_WAY)}, which say how a "
+                "Transformer-VQ is computed, can be changed"
+            )
     if model.init is not None:
-        if model.fields:
-            raise InputError("model.fields changes a preset; a checkpoint is what it is")
         directory = files.locate(model.init)
         stored = families.read(directory)
         config, generation, processor = stored.config, stored.generation, Processor.read(directory)
-        tokenizer = named_tokenizer(model.tokenizer) if model.tokenizer else load_tokenizer(directory)
+        config = changed(config, model.fields) if model.fields else config
+        tokenizer = named_tokenizer(model.tokenizer, config) if model.tokenizer else load_tokenizer(directory)
         if tokenizer is None:
-            raise InputError(f"{model.init} has no tokenizer files; name a tokenizer with --model.tokenizer")
+            raise InputError(
+                f"{model.init} has no tokenizer files; name a tokenizer: --model.tokenizer, or --tokenizer of eval"
+            )
         if tokenizer.size > getattr(config, "vocab_size", tokenizer.size):
             raise InputError(
                 f"the tokenizer has {tokenizer.size:,} ids and the model of {model.init} only {config.vocab_size:,}; "
@@ -190,9 +204,7 @@ def start(model: Start) -> Beginning:
             raise InputError(
                 "a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes"
             )
-        name = model.tokenizer or "bytes"
-        plain = name == "bytes" and isinstance(config, vq_config.Config)
-        tokenizer = ByteTokenizer.plain() if plain else named_tokenizer(name)
+        tokenizer = named_tokenizer(model.tokenizer or "bytes", config)
         config = _for_tokenizer(config, tokenizer)
     config = families.computing(config, compute=model.compute, remat=model.remat)
     if model.dropout is not None:
@@ -226,15 +238,27 @@ def _for_pictures(
     return dataclasses.replace(config, encoder=encoder), resized
 
 
-def named_tokenizer(name: str) -> Tokenizer:
+def named_tokenizer(name: str, config: Any = None) -> Tokenizer:
+    """Of a directory or the hub; or bytes, as a model of this configuration has them."""
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer.plain() if isinstance(config, vq_config.Config) else ByteTokenizer()
     tokenizer = load_tokenizer(files.locate(name))
     if tokenizer is None:
         raise InputError(f"{name} holds no tokenizer (tokenizer.json, spiece.model or tokenizer_config.json)")
     return tokenizer
 
 
+# Fields of a configuration that something else says, and what.
+ELSEWHERE = {
+    "compute": "that is --model.compute",
+    "remat": "that is --model.remat",
+    "vocab_size": "the tokenizer says it",
+    "pad_id": "the tokenizer says it",
+    "eos_ids": "the tokenizer says it",
+    "start_id": "the tokenizer says it",
+    "image": "the data says it",
+}
+ANY_WAY = ("block", "form")  # fields that change no result, so that a checkpoint can have others
 PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS, **vq_config.PRESETS}
 
 

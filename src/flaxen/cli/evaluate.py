@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ class Eval:
 
         if self.batch_size < 1:
             raise InputError(f"--batch-size must be positive, got {self.batch_size}")
+        if self.examples is not None and self.examples < 1:
+            raise InputError(f"--examples must be positive, got {self.examples}; leave it out for all")
         return start(Start(init=self.model, tokenizer=self.tokenizer, compute=self.compute))
 
     def weights(self) -> Any:
@@ -170,15 +173,20 @@ class EvalLanguage(Eval):
     def run(self, given: set[str]) -> None:
         from flaxen.cli.build import language_task
         from flaxen.errors import InputError
+        from flaxen.models.vq_lm import recast
 
         begin = self.begin()
         own = getattr(self.data, self.split)
         places = self.data
-        if own and not self.data.train:  # then nothing else is read
+        if own and not self.data.train and not self.data.dataset:  # then nothing else is read
             places = dataclasses.replace(self.data, train=own)
+        if hasattr(begin.config, "block"):  # any that divides an update gives the same numbers
+            block = math.gcd(begin.config.block, self.objective.chunk)
+            begin = dataclasses.replace(begin, config=dataclasses.replace(begin.config, block=block))
         task = language_task(places, self.objective, begin, 0, self.split)
         if not task.validation_sequences:
             raise InputError(f"there is nothing to evaluate on; name files with --data.{self.split}")
         for note in task.notes(self.batch_size):
             print(note, file=sys.stderr)
-        print(json.dumps({"split": self.split} | self.measure(task, self.weights())))
+        model = recast(self.weights(), task.config)
+        print(json.dumps({"split": self.split} | self.measure(task, model)))

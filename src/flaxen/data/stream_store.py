@@ -2,12 +2,15 @@
 
 import gzip
 import hashlib
+import zlib
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from flaxen.data.corpus import Source
 from flaxen.data.files import find_files
 from flaxen.data.store import Tokens, open_corpus, open_store
 from flaxen.data.streams import Streamed
@@ -15,6 +18,7 @@ from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 
 FIRST = 3  # the id of byte 0: pad, end and unknown come before
+MEASURED = 1 << 22  # tokens that words and bytes are counted in, at most
 SPLITS = ("train", "validation", "test")
 
 
@@ -30,6 +34,17 @@ class Stream(Protocol):
     @property
     def identity(self) -> str:
         """What it holds, for the record of a run."""
+
+    def measured(self) -> "Measure":
+        """How long it is in other units."""
+
+
+class Measure(NamedTuple):
+    """Tokens of a text, and what they are in words, which white space separates, and in bytes of UTF-8."""
+
+    tokens: float
+    words: float
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,9 @@ class Bytes:
         for row, start in enumerate(starts):
             found[row] = self.array[self.first + start : self.first + start + length]
         return found + FIRST
+
+    def measured(self) -> Measure:
+        return Measure(len(self), 0, len(self))
 
     @property
     def identity(self) -> str:
@@ -87,8 +105,9 @@ def open_streams(data: Streamed, tokenizer: Tokenizer, progress: bool = True) ->
 def _shared(data: Streamed, arrays: dict[str, np.ndarray], unit: int) -> dict[str, Stream]:
     """Splits with files of their own are whole; the others share the training data, cut at whole units."""
     train = arrays["train"]
-    if not len(train):
-        raise InputError(f"{', '.join(data.train)}: empty; expected {data.kind}")
+    for name, array in arrays.items():
+        if not len(array):
+            raise InputError(f"{', '.join(getattr(data, name))}: empty; expected {data.kind}")
     alone = ["train"] + [name for name in SPLITS[1:] if name not in arrays]
     cuts = np.cumsum([share if name in alone else 0.0 for name, share in zip(SPLITS, data.shares)])
     if not cuts[-1]:
@@ -103,26 +122,43 @@ def _shared(data: Streamed, arrays: dict[str, np.ndarray], unit: int) -> dict[st
 
 def _text(data: Streamed, name: str, tokenizer: Tokenizer, progress: bool) -> Stream:
     """As `open_corpus` divides, and files to test on if there are any."""
+    source = data.train_source()
     if name == "test":
-        if not data.test:
-            return Text(Tokens(open_store(data.train_source(), tokenizer, data.cache, progress), 0, 0))
-        store = open_store(data.of_files(data.test), tokenizer, data.cache, progress)
-        return Text(Tokens(store, 0, store.n_tokens))
+        source = data.of_files(data.test) if data.test else source
+        store = open_store(source, tokenizer, data.cache, progress)
+        return Text(Tokens(store, 0, store.n_tokens if data.test else 0), source)
     train, validation = open_corpus(data, tokenizer, progress)
-    return Text(train if name == "train" else validation)
+    if name == "train":
+        return Text(train, source)
+    return Text(validation, data.validation_source() or source)
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of a store."""
+    """Tokens of a store, and the texts that it was made of."""
 
     tokens: Tokens
+    source: Source
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         return self.tokens.rows(starts, length)
+
+    def measured(self) -> Measure:
+        """Of its first documents, up to MEASURED tokens. They are read again: tokens do not tell what is unknown to the
+        vocabulary, nor where lines ended."""
+        store, first, last = self.tokens.store, self.tokens.first, self.tokens.last
+        begins = np.concatenate([[0], np.cumsum(store.document_lengths())])
+        one, end = np.searchsorted(begins, [first, min(last, first + MEASURED)]).tolist()
+        end = min(max(end, one + 1), store.n_documents)
+        one = min(one, end - 1)
+        words = size = 0
+        for text in islice(self.source.texts(), one, end):
+            words, size = words + len(text.split()), size + len(text.encode())
+        tokens = int(begins[end] - begins[one])
+        return Measure(tokens, words, size)
 
     @property
     def identity(self) -> str:
@@ -144,7 +180,7 @@ def _raw(path: Path) -> np.ndarray:
             with gzip.open(path) as file:
                 return np.frombuffer(file.read(), np.uint8)
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 

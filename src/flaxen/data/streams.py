@@ -1,5 +1,6 @@
 """What a language model is trained on: settings of long rows of text, bytes or pixels."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,16 @@ class Streamed(Corpus):
         super().__post_init__()
         if len(self.shares) != 3 or min(self.shares) < 0 or not sum(self.shares):
             raise InputError(f"data.shares are three numbers, none negative and not all 0, got {self.shares}")
+
+        text = self.kind == "text"
+        default = {field.name: field.default for field in dataclasses.fields(Streamed)}
+        for name, applies, instead in (
+            ("shares", not text, "texts have data.validation_percent, and files of their own to test on"),
+            ("validation_percent", text, f"{self.kind} have data.shares"),
+            ("image_size", self.kind == "pixels", "it is for data.kind pixels"),
+        ):
+            if not applies and getattr(self, name) != default[name]:
+                raise InputError(f"data.{name} does nothing with data.kind {self.kind}: {instead}")
 
     def of_files(self, places: tuple[str, ...]) -> TextFiles:
         return self._of_files(find_files(places))

@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 
 from flaxen.data.order import examples
-from flaxen.data.stream_store import Opened, Stream, pieces
-from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
+from flaxen.data.stream_store import Measure, Opened, Stream, pieces
+from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 from flaxen.models import vq_config, vq_lm
 from flaxen.models.vq_config import Config
@@ -21,8 +21,6 @@ from flaxen.models.vq_lm import VQLM, Noise, State
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import LanguageObjective
 from flaxen.tasks.task import Batch
-
-MEASURED = 1 << 22  # tokens that words and bytes are counted in, at most
 
 
 class Carry(NamedTuple):
@@ -50,6 +48,8 @@ class Language:
         split: str = "validation",
     ):
         chunk = objective.chunk
+        if config.attention == "full" and objective.continued:
+            raise InputError("full attention carries nothing from sequence to sequence: leave objective.continued out")
         if chunk % config.block:
             raise InputError(
                 f"an update of {chunk} tokens (objective.update, or objective.length) must be a multiple of the "
@@ -66,6 +66,7 @@ class Language:
                 f"picture of shape {data.shape}"
             )
         self.config, self.objective, self.tokenizer, self.seed, self.data = config, objective, tokenizer, seed, data
+        self.split = split
         self.train, self.held = data.splits["train"], data.splits[split]
         for name, stream in (("train", self.train), (split, self.held)):
             self._check_ids(name, stream)
@@ -150,25 +151,16 @@ class Language:
         values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
         if self.data.shape:
             return values | {"bits_per_dim": loss / math.log(2)}
-        if self.counts is None:
-            return values
-        tokens, words, size = self.counts
-        nats = loss * tokens
-        measured = {"bits_per_byte": nats / size / math.log(2)}
-        if not isinstance(self.tokenizer, ByteTokenizer) and words:
-            measured["word_perplexity"] = math.exp(min(nats / words, 700.0))
-        return values | measured
+        nats = loss * self.measure.tokens
+        values["bits_per_byte"] = nats / self.measure.bytes / math.log(2)
+        if self.measure.words:
+            values["word_perplexity"] = math.exp(min(nats / self.measure.words, 700.0))
+        return values
 
     @cached_property
-    def counts(self) -> tuple[int, int, int] | None:
-        """Tokens, words and bytes of what is evaluated on."""
-        if isinstance(self.tokenizer, ByteTokenizer):
-            return 1, 0, 1
-        n = min(len(self.held), MEASURED)
-        if not n:
-            return None
-        text = self.tokenizer.decode(self.held.rows(np.array([0]), n)[0].tolist())
-        return n, len(text.split()), max(len(text.encode()), 1)
+    def measure(self) -> Measure:
+        """Of what is evaluated on; if there is nothing, of what is trained on."""
+        return (self.held if len(self.held) else self.train).measured()
 
     def written(self, model: VQLM, path: Path) -> dict[str, float]:
         return {}
@@ -182,10 +174,10 @@ class Language:
         c, state = self.config, jax.eval_shape(lambda: vq_lm.empty(self.config, 1))
         kind = f"{self.objective.length:,} tokens, {self.chunks} update(s) of {self.objective.chunk:,}"
         return [
-            f"{self.sequences:,} training and {self.validation_sequences:,} validation sequences of {kind} each",
+            f"{self.sequences:,} training and {self.validation_sequences:,} {self.split} sequences of {kind} each",
             f"state of a sequence, whatever its length: {vq_lm.state_bytes(state) / 1e6:,.2f} MB"
             if c.attention == "vq"
-            else "full attention: its cost grows with the square of the length",
+            else "full attention: its cost grows with the square of the length, and it has no codebooks",
         ]
 
     def show(self, batch: Batch, row: int) -> dict[str, str]:

@@ -181,7 +181,8 @@ class Memory:
         self.sums = self.sums + sums
 
     def window(self, task: Task) -> dict[str, float]:
-        values = task.metrics(Sums(*self.sums))
+        """Means since the last record; none if there was nothing but padding."""
+        values = task.metrics(Sums(*self.sums)) if self.sums[-1] else {}
         self.sums = np.zeros_like(self.sums)
         return values
 
@@ -205,7 +206,7 @@ class Diverged(InputError):
         super().__init__(
             f"step {step}: {what}; training stops, and nothing of this step is saved.\n"
             f"Look at the batch and the update: flaxen replay {directory} --step {step}\n"
-            "Usual remedies: a lower learning rate, a longer warmup, clipping, --objective.z-loss 1e-4, float32 compute"
+            "Usual remedies: a lower learning rate, a longer warmup, clipping, float32 compute, z-loss if there is one"
         )
 
 

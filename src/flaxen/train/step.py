@@ -59,6 +59,8 @@ class Stepper:
         if best is not None and best not in measured:
             there = f"there are {', '.join(measured)}{nearest(best, measured)}"
             raise InputError(f"training.keep_best={best!r} is not measured; {there}")
+        if best is not None and next(iter(task.evaluation(1, 1)), None) is None:
+            raise InputError(f"training.keep_best={best!r} needs data to validate on, and there is none")
         self.steps = training.length(task.examples)
         self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
         self.task, self.training = task, training
