@@ -150,7 +150,9 @@ def test_evaluation_is_exact_for_any_batch_size(size: int) -> None:
 def test_an_evaluation_of_nothing_is_empty(tmp_path: Path) -> None:
     task = Falling(validation=0)
     assert evaluate(task, scorer(task), {"w": jnp.full(1, 4.0)}, 4) == {}
-    assert go(tmp_path, task=task, keep_best="loss") == {}
+    with pytest.raises(InputError, match="needs data to validate on"):
+        go(tmp_path, task=task, keep_best="loss")
+    assert go(tmp_path, task=task) == {}
     assert records(tmp_path, "eval") == []
     assert not (tmp_path / "best").exists()
     assert weight(tmp_path, "model") == START - 6

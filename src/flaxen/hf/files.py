@@ -170,7 +170,7 @@ def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     else:
         strange = target.exists()
     if strange:
-        kind = "checkpoint" if mark == "config.json" else f"directory with {mark}"
+        kind = "checkpoint" if mark.endswith(".json") else f"directory with {mark}"
         raise InputError(f"{target} exists and is no {kind}; choose another directory, or empty this one")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
