@@ -172,7 +172,8 @@ def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Weight
 
 def _scanned_forward(law: Law, operands: Operands, context: Context) -> tuple[tuple, tuple]:
     out, weights, past, last = _scan(law, operands, context)
-    out, weights, past = jax.tree.map(kept, (out, weights, past))
+    # Counts and means before each block are not kept: to make them again is cheap, and they are a tenth of the memory.
+    out, weights = jax.tree.map(kept, (out, weights))
     return (out, *last), (operands, context, out, weights, past)
 
 
