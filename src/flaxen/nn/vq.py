@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.stack import kept
-from flaxen.nn.vq_block import Law, Weights, Window, block_backward, block_forward, hidden_keys
+from flaxen.nn.vq_block import Law, Scale, Window, block_backward, block_forward, hidden_keys
 
 
 class Cache(NamedTuple):
@@ -157,34 +157,34 @@ def _scanned(law: Law, operands: Operands, context: Context) -> tuple[Array, Arr
     return out, *last
 
 
-def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Weights, tuple, tuple]:
-    """What is seen, with what weights, counts and means before each block, and behind the last."""
+def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Scale, tuple, tuple]:
+    """What is seen, the scale of its scores, counts and means before each block, and behind the last."""
 
     def body(carry: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], tuple]:
         counts, means = carry
-        out, weights = block_forward(law, _window(law, operands, context, i), counts, means)
-        return _joined(law, context, operands.values, i, counts, means), (out, weights, counts, means)
+        out, scale = block_forward(law, _window(law, operands, context, i), counts, means)
+        return _joined(law, context, operands.values, i, counts, means), (out, scale, counts, means)
 
     start = (context.counts, context.means)
-    last, (out, weights, *past) = lax.scan(body, start, jnp.arange(len(operands.queries)))
-    return out, weights, tuple(past), last
+    last, (out, scale, *past) = lax.scan(body, start, jnp.arange(len(operands.queries)))
+    return out, scale, tuple(past), last
 
 
 def _scanned_forward(law: Law, operands: Operands, context: Context) -> tuple[tuple, tuple]:
-    out, weights, past, last = _scan(law, operands, context)
+    out, scale, past, last = _scan(law, operands, context)
     # Counts and means before each block are not kept: to make them again is cheap, and they are a tenth of the memory.
-    out, weights = jax.tree.map(kept, (out, weights))
-    return (out, *last), (operands, context, out, weights, past)
+    out, scale = jax.tree.map(kept, (out, scale))
+    return (out, *last), (operands, context, out, scale, past)
 
 
 def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array, Array]) -> tuple[Operands, None]:
     """From the last block to the first. What is carried besides sums is the gradient of the means."""
-    operands, context, out, weights, past = residuals
+    operands, context, out, scale, past = residuals
 
     def body(carry: tuple[Array, Array, Array, Array], xs: tuple) -> tuple[tuple, tuple]:
         dkeys, dvalues, dtable, dmeans = carry
-        i, g, out, weights, counts, means = xs
-        slopes = block_backward(law, _window(law, operands, context, i), means, out, weights, g)
+        i, g, out, scale, counts, means = xs
+        slopes = block_backward(law, _window(law, operands, context, i), counts, means, out, scale, g)
         dk, dv = slopes.keys, slopes.values
         if law.through:
             if law.aggregate:
@@ -205,7 +205,7 @@ def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array,
         jnp.zeros_like(operands.table),
         jnp.zeros_like(context.means),
     )
-    xs = (jnp.arange(len(out)), gradients[0], out, weights, *past)
+    xs = (jnp.arange(len(out)), gradients[0], out, scale, *past)
     (dkeys, dvalues, dtable, _), (dq, dd) = lax.scan(body, zero, xs, reverse=True)
     return Operands(dq, dd, dkeys, dvalues.astype(operands.values.dtype), dtable), None
 

@@ -61,18 +61,17 @@ def _scores(law: Law, w: Window, counts: Array) -> tuple[Float[Array, "R S"], Fl
     return near, dot(w.queries, w.codebook.T) + bias
 
 
-class Weights(NamedTuple):
-    """Of keys and codes in what a query sees, before they are divided by their total."""
+class Scale(NamedTuple):
+    """What makes weights of scores: exp(score - top) / total."""
 
-    near: Float[Array, "*K R S"]
-    far: Float[Array, "*K R M"] | None
+    top: Float[Array, "*K R"]
     total: Float[Array, "*K R"]
 
 
 def block_forward(
     law: Law, w: Window, counts: Float[Array, "M"], means: Float[Array, "M V"]
-) -> tuple[Float[Array, "R V"], Weights]:
-    """What the queries of one block see, and how much of each key and code."""
+) -> tuple[Float[Array, "R V"], Scale]:
+    """What the queries of one block see."""
     near, far = _scores(law, w, counts)
     top = near.max(-1) if far is None else jnp.maximum(near.max(-1), far.max(-1))
     dtype = w.values.dtype
@@ -81,7 +80,7 @@ def block_forward(
     if far is not None:
         far = jnp.exp(far - top[:, None])
         out, total = out + dot(far.astype(dtype), means.astype(dtype)), total + far.sum(-1)
-    return (out / total[:, None]).astype(dtype), Weights(near, far, total)
+    return (out / total[:, None]).astype(dtype), Scale(top, total)
 
 
 class Slopes(NamedTuple):
@@ -96,23 +95,33 @@ class Slopes(NamedTuple):
 
 
 def block_backward(
-    law: Law, w: Window, means: Float[Array, "M V"], out: Float[Array, "R V"], weights: Weights, g: Float[Array, "R V"]
+    law: Law,
+    w: Window,
+    counts: Float[Array, "M"],
+    means: Float[Array, "M V"],
+    out: Float[Array, "R V"],
+    scale: Scale,
+    g: Float[Array, "R V"],
 ) -> Slopes:
+    """Weights are made again: they take a fortieth of the products, and would be a third of what is kept."""
     dtype = w.values.dtype
-    g = (g / weights.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
+    g = (g / scale.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
     slope = dots(g, out)[:, None]
-    ds = weights.near * (dot(g, turned_right(w.values)) - slope)
-    dvalues = dot(turned(weights.near.astype(dtype)), g)
+    near, far = _scores(law, w, counts)
+    near = jnp.exp(near - scale.top[:, None])
+    ds = near * (dot(g, turned_right(w.values)) - slope)
+    dvalues = dot(turned(near.astype(dtype)), g)
     dqueries, dkeys = dot(ds, w.keys), turned(dot(turned(w.queries), ds))  # queries are narrower than ds
     dx = unskew(law, ds)
     ddistant = jax.vmap(dot)(dx, w.table).reshape(w.distant.shape)
     dtable = jax.vmap(lambda x, d: dot(turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
     dmeans = jnp.zeros_like(means)
-    if weights.far is not None:
-        ds = weights.far * (dot(g, turned_right(means.astype(dtype))) - slope)
+    if far is not None:
+        far = jnp.exp(far - scale.top[:, None])
+        ds = far * (dot(g, turned_right(means.astype(dtype))) - slope)
         dqueries = dqueries + dot(ds, w.codebook)
         if law.through:
-            dmeans = dot(turned(weights.far.astype(dtype)), g)
+            dmeans = dot(turned(far.astype(dtype)), g)
     return Slopes(dqueries, ddistant, dkeys, dvalues, dtable, dmeans)
 
 
