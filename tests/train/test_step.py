@@ -16,10 +16,13 @@ from flaxen.data.corpus import Corpus
 from flaxen.data.store import open_corpus
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.models.t5 import Config
+from flaxen.models.vq_config import PRESETS
+from flaxen.models.vq_lm import VQLM
+from flaxen.nn.param import initialise
 from flaxen.tasks.denoise import Denoise
 from flaxen.tasks.objective import Objective
 from flaxen.train.settings import Optimizer, Schedule, Training
-from flaxen.train.step import State, Stepper
+from flaxen.train.step import State, Stepper, compiled
 
 STEPS = 50
 
@@ -90,3 +93,15 @@ def test_dropout_is_a_function_of_seed_and_step(byt5: Path, text: Path) -> None:
     # A score has no noise at all.
     expected = float(jax.jit(lambda model: model.loss(batch["input_ids"], batch["labels"])[1].loss)(model))
     np.testing.assert_allclose(float(steppers[0].score(model, batch)[0].loss), expected, rtol=1e-6)
+
+
+@pytest.mark.optimised
+def test_programs_of_training_hold_little_at_a_time() -> None:
+    """A Transformer-VQ's gradient over 1,024 tokens: 31 MB of temporaries, 39 as XLA orders it by itself."""
+    model = initialise(VQLM(PRESETS["vq-tiny"]), 0)
+    ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    gradient = jax.grad(lambda model, ids: model.loss(ids, ids, learn=True)[0].loss)
+    ours, theirs = (
+        how(gradient).lower(model, ids).compile().memory_analysis().temp_size_in_bytes for how in (compiled, jax.jit)
+    )
+    assert ours < 0.85 * theirs

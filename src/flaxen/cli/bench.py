@@ -219,8 +219,6 @@ def _timed(step: Any, repeats: int) -> dict[str, float]:
 
 def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
     """All updates of one sequence, each with its optimizer step and the state carried on."""
-    from functools import partial
-
     import jax
     import jax.numpy as jnp
     import optax
@@ -228,6 +226,7 @@ def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
     from flaxen.models import vq_lm
     from flaxen.train import optim
     from flaxen.train.settings import Optimizer
+    from flaxen.train.step import compiled
 
     transform = optim.make(Optimizer("adamw"), lambda step: jnp.asarray(1e-4))
 
@@ -235,19 +234,19 @@ def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
         sums, state, _ = model.loss(inputs, labels, state, commit=1e-4, learn=True)
         return sums.loss / sums.weight, state
 
-    @partial(jax.jit, donate_argnums=(0, 1, 4))
     def step(model: Any, memory: Any, inputs: Any, labels: Any, state: Any) -> Any:
         (_, state), gradient = jax.value_and_grad(loss, has_aux=True)(model, inputs, labels, state)
         changes, memory = transform.update(gradient, memory, model)
         return optax.apply_updates(model, changes), memory, state
 
+    update_once = compiled(step, donate_argnums=(0, 1, 4))
     now = [model, jax.jit(transform.init)(model)]
 
     def sequence() -> Any:
         state = vq_lm.empty(model.config, 1)
         for first in range(0, ids.shape[1] - 1, update):
             part = slice(first, first + update)
-            now[0], now[1], state = step(*now, ids[:, :-1][:, part], ids[:, 1:][:, part], state)
+            now[0], now[1], state = update_once(*now, ids[:, :-1][:, part], ids[:, 1:][:, part], state)
         return now
 
     return _timed(sequence, repeats)

@@ -16,6 +16,15 @@ from flaxen.train import optim
 from flaxen.train.accumulate import value_and_grad
 from flaxen.train.settings import Optimizer, Schedule, Training
 
+# XLA orders the operations of a CPU so that many can run at once, unless it is told. Ordered so that little is alive at
+# a time, training takes up to a fifth less memory, and is no slower on one core or two.
+FRUGAL = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
+def compiled(function: Callable[..., Any], **how: Any) -> jax.stages.Wrapped:
+    """`jax.jit` for programs whose memory is large."""
+    return jax.jit(function, compiler_options=FRUGAL if jax.default_backend() == "cpu" else None, **how)
+
 
 class State(NamedTuple):
     """All that an update changes."""
@@ -66,9 +75,9 @@ class Stepper:
         self.task, self.training = task, training
         self.transform, self.optimizer = optim.make(optimizer, self.rate), optimizer
         self.whole, self.merged, self._base = whole, merged, base
-        self._compiled_update = jax.jit(self._update, donate_argnums=0)
-        self._compiled_gradient = jax.jit(self._gradient)
-        self._compiled_score = jax.jit(
+        self._compiled_update = compiled(self._update, donate_argnums=0)
+        self._compiled_gradient = compiled(self._gradient)
+        self._compiled_score = compiled(
             lambda trained, batch, carry, base: task.loss(whole(trained, base), batch, carry, None)
         )
 
@@ -115,4 +124,4 @@ class Stepper:
 
 def scorer(task: Task) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:
     """Sums over a batch without noise, and what it leaves to the next."""
-    return jax.jit(lambda model, batch, carry: task.loss(model, batch, carry, None))
+    return compiled(lambda model, batch, carry: task.loss(model, batch, carry, None))
