@@ -74,9 +74,12 @@ def test_splits_are_exact(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.concatenate(parts), data.astype(np.int32) + 3)
     counted = Streamed(train=(str(tmp_path / "a.bin"),), kind="bytes", shares=(937.0, 63.0, 0.0))
     assert [len(stream) for stream in open_streams(counted, BYTES).splits.values()] == [937, 63, 0]
-    named = Streamed(train=(str(tmp_path / "a.bin"),), validation=(str(tmp_path / "b.gz"),), kind="bytes")
-    sizes = {name: len(stream) for name, stream in open_streams(named, BYTES).splits.items()}
-    assert sizes == {"train": 947, "validation": 1000, "test": 53}
+    files = {"train": (str(tmp_path / "a.bin"),), "validation": (str(tmp_path / "b.gz"),)}
+    for shares, expected in ((None, [1000, 1000, 0]), ((90.0, 5.0, 5.0), [947, 1000, 53])):
+        named = Streamed(**files, kind="bytes", shares=shares)
+        assert [len(stream) for stream in open_streams(named, BYTES).splits.values()] == expected
+    tested = Streamed(train=files["train"], test=files["validation"], kind="bytes")
+    assert [len(stream) for stream in open_streams(tested, BYTES).splits.values()] == [947, 53, 1000]
 
 
 def test_text_documents(tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ def _shared(data: Streamed, arrays: dict[str, np.ndarray], unit: int) -> dict[st
         if not len(array):
             raise InputError(f"{', '.join(getattr(data, name))}: empty; expected {data.kind}")
     alone = ["train"] + [name for name in SPLITS[1:] if name not in arrays]
-    cuts = np.cumsum([share if name in alone else 0.0 for name, share in zip(SPLITS, data.shares)])
+    cuts = np.cumsum([share if name in alone else 0.0 for name, share in zip(SPLITS, data.proportions)])
     if not cuts[-1]:
-        raise InputError(f"data.shares leave nothing to train on: {data.shares}")
+        raise InputError(f"data.shares leave nothing to train on: {data.proportions}")
     cuts = np.round(len(train) // unit * cuts / cuts[-1]).astype(int) * unit
     cuts[-1] = len(train)
     parts: dict[str, Stream] = {}

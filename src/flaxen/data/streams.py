@@ -19,15 +19,15 @@ class Streamed(Corpus):
     by row and colour by colour, from .npz or .npy arrays [pictures, height, width, channels], folders, or .parquet."""
     test: tuple[str, ...] = ()
     """Files to test on, instead of a part of the training data."""
-    shares: tuple[float, ...] = (90.0, 5.0, 5.0)
+    shares: tuple[float, ...] | None = None
     """Of bytes or pictures, without files of their own: how many to train on, then to validate on, then to test on; as
-    numbers or percentages, only their proportions count."""
+    numbers or percentages, only their proportions count. Default: 90 5 5; all to train on, if validation has files."""
     image_size: int | None = None
     """Of pixels: pictures of folders are scaled to this square. Arrays keep their own size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.shares) != 3 or min(self.shares) < 0 or not sum(self.shares):
+        if self.shares is not None and (len(self.shares) != 3 or min(self.shares) < 0 or not sum(self.shares)):
             raise InputError(f"data.shares are three numbers, none negative and not all 0, got {self.shares}")
 
         text = self.kind == "text"
@@ -39,6 +39,11 @@ class Streamed(Corpus):
         ):
             if not applies and getattr(self, name) != default[name]:
                 raise InputError(f"data.{name} does nothing with data.kind {self.kind}: {instead}")
+
+    @property
+    def proportions(self) -> tuple[float, ...]:
+        """Who names files to validate on has cut the data already."""
+        return self.shares or ((1.0, 0.0, 0.0) if self.validation else (90.0, 5.0, 5.0))
 
     def of_files(self, places: tuple[str, ...]) -> TextFiles:
         return self._of_files(find_files(places))
