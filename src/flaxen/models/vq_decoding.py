@@ -203,19 +203,19 @@ class Decoding:
         now: Decode, memory: Grown,
     ) -> tuple[Array, Grown]:  # fmt: skip
         c = self.config
-        memory = Grown(
-            lax.dynamic_update_slice_in_dim(memory.keys, k, now.time, 2),
-            lax.dynamic_update_slice_in_dim(memory.values, v.astype(memory.values.dtype), now.time, 2),
-        )
-        size = memory.keys.shape[2]
-        distance = now.time - jnp.arange(size)
+        distance = now.time - jnp.arange(memory.keys.shape[2])
         bias = jnp.take(by_distance, jnp.clip(c.window - distance, 0, c.window), axis=-1)
         scores = jnp.einsum("RNGH,RNSH->RNGS", queries, memory.keys)
-        scores = scores + jnp.where((distance >= 0) & (distance <= c.window), bias, 0.0)
-        seen = visible & (distance >= 0) & ((distance <= c.window) | c.aggregate)
-        p = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1).astype(v.dtype)
-        y = jnp.einsum("RNGS,RNSV->RNGV", p, memory.values, preferred_element_type=jnp.float32)
-        return unit.output(y[:, :, :, None].astype(v.dtype), gate), memory
+        scores = scores + jnp.where((distance > 0) & (distance <= c.window), bias, 0.0)
+        seen = visible & (distance > 0) & ((distance <= c.window) | c.aggregate)
+        own = jnp.einsum("RNGH,RNTH->RNGT", queries, k) + by_distance[..., -1:]
+        scores = jnp.concatenate([jnp.where(seen[:, None, None], scores, NEVER), own], axis=-1)
+        p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        y = jnp.einsum("RNGS,RNSV->RNGV", p[..., :-1], memory.values, preferred_element_type=jnp.float32)
+        y = y + p[..., -1:] * v
+        at = now.time + _after(y)  # as in a ring: written when all has been read
+        grown = (lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 2) for old, new in zip(memory, (k, v)))
+        return unit.output(y[:, :, :, None].astype(v.dtype), gate), Grown(*grown)
 
     def select(self, state: Decode, beams: Int[Array, "B G"]) -> Decode:
         n = beams.shape[1]
