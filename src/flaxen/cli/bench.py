@@ -79,6 +79,9 @@ class BenchLanguage:
         unknown = [name for name in self.models if name not in FORMS]
         if unknown or not self.models:
             raise InputError(f"--models are {', '.join(FORMS)}; got {', '.join(unknown) or 'none'}")
+        taken = [field for field in self.fields if field.split("=")[0].strip() in ("attention", "form")]
+        if taken:
+            raise InputError(f"--fields {' '.join(taken)}: --models says what attention is computed, and how")
         for name in ("repeats", "update", "cores"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"--{name} must be at least 1, got {getattr(self, name)}")

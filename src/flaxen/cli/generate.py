@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from flaxen.atomic import whole_file
-from flaxen.cli.prompts import PromptFile, Resumable, windows
+from flaxen.cli.prompts import PromptFile, Resumable, filled, windows
 from flaxen.data.files import stamps
 from flaxen.errors import InputError
 from flaxen.generate.options import Options, make_options
@@ -136,10 +136,10 @@ class Generate:
         if self.image:
             return [(str(path), str(path)) for path in self.image], len(self.image)
         if self.file == "-":
-            typed = [(None, line) for line in sys.stdin.read().splitlines()]
+            typed = sys.stdin.read().splitlines()
             if not typed:
                 raise InputError("standard input is empty; expected a prompt on each line")
-            return typed, len(typed)
+            return [(None, filled(line, f"standard input, line {i}")) for i, line in enumerate(typed, 1)], len(typed)
         assert self.file is not None
         path = Path(self.file)
         if not path.is_file():

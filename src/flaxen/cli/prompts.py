@@ -28,9 +28,7 @@ class PromptFile:
         """(id, prompt), in order and in constant memory; the id is None unless the table has a column of them."""
         if kind_of(self.path) not in READERS:
             for number, line in enumerate(_without_last_end(lines(decoded(self.path, "error", silent))), 1):
-                if not line or line.isspace():
-                    raise _empty(f"{self.path}, line {number}")
-                yield None, line
+                yield None, filled(line, f"{self.path}, line {number}")
             return
         template, named = Template(self.column, "--column"), False
 
@@ -40,14 +38,15 @@ class PromptFile:
             return list(dict.fromkeys([*template.columns(columns, where), *(["id"] if named else [])]))
 
         for where, row in TableFiles((self.path,)).rows(choose, "error", silent):
-            text = template.fill(row, None, where, "error")
-            if not text or text.isspace():
-                raise _empty(where)
+            text = filled(template.fill(row, None, where, "error"), where)
             yield (str(row["id"]) if named else None), text
 
 
-def _empty(where: str) -> InputError:
-    return InputError(f"{where}: the prompt is empty; there is nothing to generate from")
+def filled(prompt: str | None, where: str) -> str:
+    """A prompt that is one: an empty line among others is a mistake more often than a wish."""
+    if not prompt or prompt.isspace():
+        raise InputError(f"{where}: the prompt is empty; remove it (--text '' generates from nothing)")
+    return prompt
 
 
 def _without_last_end(found: Iterable[str]) -> Iterator[str]:
