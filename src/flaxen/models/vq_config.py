@@ -46,7 +46,7 @@ class Config:
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 1
-    reference: bool = False  # round counts and means as the original does
+    reference: bool = False  # round counts and means, and keep those that nobody sees, as the original does
     form: str = "auto"  # how blocks are computed, scan or parallel; it changes no result
     compute: str = "float32"
     scan: bool = True
@@ -85,7 +85,8 @@ class Config:
     @property
     def law(self) -> Law:
         rounding = self.compute if self.reference else "float32"
-        return Law(self.window, self.block, self.aggregate, self.through_cache, self.documents, rounding)
+        collect = self.aggregate or self.reference
+        return Law(self.window, self.block, self.aggregate, self.through_cache, self.documents, rounding, collect)
 
     @property
     def reading(self) -> Law:

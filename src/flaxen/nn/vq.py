@@ -254,7 +254,7 @@ def _joined(
     law: Law, context: Context, values: Array, i: Array, counts: Array, means: Array
 ) -> tuple[Float[Array, "M"], Float[Array, "M V"]]:
     """Counts and means with the keys that leave the window behind block i."""
-    if not law.aggregate:
+    if not law.collect:
         return counts, means
     old, new, share = _shares(law, context, i, counts)
     codes, leaving = _leaving(law, context.codes, i), _leaving(law, values, i).astype(jnp.float32)
@@ -285,7 +285,7 @@ def _parallel(law: Law, operands: Operands, context: Context) -> tuple[Array, Ar
 
 def _all_joined(law: Law, context: Context, values: Array, n: int) -> tuple[Array, Array, tuple[Array, Array]]:
     """Counts and means before each block, and behind the last, by an associative combination of neighbours."""
-    if not law.aggregate:
+    if not law.collect:
         stay = lambda a: jnp.broadcast_to(a, (n, *a.shape))  # noqa: E731
         return stay(context.counts), stay(context.means), (context.counts, context.means)
 

@@ -24,6 +24,7 @@ class Law(NamedTuple):
     through: bool = True  # let gradients pass from block to block
     documents: bool = False  # see nothing of other documents
     rounding: str = "float32"  # of counts and means between blocks
+    collect: bool = True  # keep counts and means of keys beyond the window, seen or not
 
 
 class Window(NamedTuple):
