@@ -102,6 +102,9 @@ class OneBatch:
     def written(self, model: Any, path: Any) -> dict[str, float]:
         return {}
 
+    def divisor(self, batch: dict[str, Any]) -> None:
+        return None
+
     def metrics(self, sums: Any) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight)}
 

@@ -57,6 +57,9 @@ class Falling:
         path.write_text("written\n")
         return {"rougeL": float(jnp.square(model["w"][0] - BEST))}
 
+    def divisor(self, batch: dict[str, Any]) -> None:
+        return None
+
     def metrics(self, sums: Sums) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight), "accuracy": float(sums.correct / sums.weight)}
 

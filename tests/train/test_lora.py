@@ -179,6 +179,9 @@ class Memorise:
     def loss(self, model: Any, batch: Any, carry: None, key: jax.Array | None) -> tuple[Sums, None]:
         return model.loss(batch["ids"], batch["labels"], key=key)[1], None
 
+    def divisor(self, batch: dict[str, Any]) -> None:
+        return None
+
     def metrics(self, sums: Sums) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight)}
 

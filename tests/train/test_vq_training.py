@@ -128,10 +128,13 @@ def test_a_sequence_of_updates(name: str, accumulate: int) -> None:
     state = stepper.start(model)
     rows = files.original_rows(model.config)
     for step in range(settings["sequence_len"] // settings["update_len"]):
-        state, report = stepper.update(state, jax.device_put(task.batch(step, 2)))
-        assert float(report.sums.loss / report.sums.weight) == pytest.approx(
+        batch = task.batch(step, 2)
+        state, report = stepper.update(state, jax.device_put(batch))
+        # The gradient is of a mean over positions, as the original's; the report is of the labels.
+        assert float(report.sums.loss) / batch["labels"].size == pytest.approx(
             float(there[f"train/chunk{step}/l_lm_unscaled"]), rel=1e-4
         )
+        assert float(report.sums.weight) == (batch["labels"] >= 0).sum()
         if step == 0:
             assert float(report.norm) == pytest.approx(float(there["train/chunk0/main_grad_global_norm"]), rel=1e-4)
             near(save(state.model, rows), there.under("train/chunk0/params_after/"), chosen["lr_max"], 1)

@@ -142,6 +142,9 @@ class Caption:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         return model.loss(batch["pixels"], batch["labels"], smoothing=smoothing, z_loss=z_loss, key=key)[1], None
 
+    def divisor(self, batch: dict[str, Array]) -> None:
+        return None
+
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums.loss / sums.weight)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}

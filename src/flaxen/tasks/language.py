@@ -102,7 +102,8 @@ class Language:
         fresh = chunk == 0 if fresh is None else fresh
         inner = np.full(len(at), not fresh)
         inputs, targets = pieces(stream, at, inner, length, c.start_id, c.pad_id)
-        labels = np.where((targets == c.pad_id) | (at[:, None] + np.arange(length) >= len(stream)), -1, targets)
+        # By place and not by id: where a vocabulary pads with its end token, that token is a label like any other.
+        labels = np.where(at[:, None] + np.arange(length) >= len(stream), -1, targets)
         return {"inputs": inputs, "labels": labels, "fresh": ~inner}
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -142,9 +143,10 @@ class Language:
             batch["inputs"], batch["labels"], self._unpacked(now), commit=self.objective.commit, noise=noise,
             learn=key is not None,
         )  # fmt: skip
-        if key is not None and self.objective.normalise == "positions":
-            sums = sums._replace(weight=jnp.asarray(batch["labels"].size, jnp.float32))
         return sums, self._packed(state, now.key)
+
+    def divisor(self, batch: dict[str, Array]) -> int | None:
+        return batch["labels"].size if self.objective.normalise == "positions" else None
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums.loss / sums.weight)

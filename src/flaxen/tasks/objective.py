@@ -99,7 +99,8 @@ class LanguageObjective:
     codebooks: Literal["random", "data"] = "random"
     """Start codebooks as noise, as the original does, or by k-means over the keys of the first batch."""
     continued: bool = False
-    """Evaluate with the state carried from sequence to sequence, as one long text."""
+    """Evaluate with the state carried from sequence to sequence. Each row of an evaluation batch reads its share of the
+    data as one text: with a batch size of 1, all of it is one."""
 
     def __post_init__(self) -> None:
         update = self.length if self.update is None else self.update

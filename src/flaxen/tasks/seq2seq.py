@@ -135,6 +135,9 @@ class Seq2Seq:
             1
         ], None
 
+    def divisor(self, batch: dict[str, Array]) -> None:
+        return None
+
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums.loss / sums.weight)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}

@@ -33,6 +33,9 @@ class Task(Protocol):
     def loss(self, model: Any, batch: dict[str, Array], carry: Any, key: Array | None) -> tuple[Sums, Any]:
         """Sums over the labels of a batch, and what is carried on; noise from `key`, none without."""
 
+    def divisor(self, batch: dict[str, Array]) -> int | None:
+        """What the gradient of a training batch's loss is divided by, if not by the number of its labels."""
+
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Exact means out of sums."""
 

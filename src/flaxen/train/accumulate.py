@@ -24,9 +24,10 @@ def value_and_grad(
     pieces: int,
     key: Array | None = None,
     carry: Any = None,
+    divisor: int | None = None,
 ) -> tuple[Array, Sums, M, Any]:
     """(mean loss, its sums, gradient of the mean, what is carried on) of `batch`, whose arrays have the rows first, as
-    those of `carry` have.
+    those of `carry` have. The mean is over labels, or the sum is divided by `divisor`.
 
     Sums add, so pieces with unequal numbers of labels weigh as they should. Each piece draws noise of its own.
     """
@@ -47,6 +48,6 @@ def value_and_grad(
     zero = (Sums(*(jnp.zeros(()) for _ in Sums._fields)), jax.tree.map(jnp.zeros_like, model))
     (sums, gradient), carried = lax.scan(add, zero, (split, carried, keys))
     carried = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), carried)
-    weight = jnp.maximum(sums.weight, 1.0)
+    weight = jnp.maximum(sums.weight if divisor is None else divisor, 1.0)
     mean = lambda path, leaf: leaf if first_match(SUMMED, path) else leaf / weight.astype(leaf.dtype)  # noqa: E731
     return sums.loss / weight, sums, map_leaves(mean, gradient), carried

@@ -109,7 +109,8 @@ class Stepper:
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
         loss = lambda trained, *rest: self.task.loss(self.whole(trained, base), *rest)  # noqa: E731
         pieces = self.training.accumulate
-        _, sums, gradient, carry = value_and_grad(loss, state.model, batch, pieces, key, state.carry)
+        divisor = self.task.divisor(batch)
+        _, sums, gradient, carry = value_and_grad(loss, state.model, batch, pieces, key, state.carry, divisor)
         if self.optimizer.freeze:  # then XLA need not compute theirs
             still = optim.frozen(self.optimizer, gradient)
             gradient = jax.tree.map(lambda one, leaf: jnp.zeros_like(leaf) if one else leaf, still, gradient)
