@@ -86,15 +86,17 @@ class Pretrained:
         return np.asarray(_logits(self.model, jnp.asarray(ids), None, mask))
 
     def generate(
-        self, prompts: Prompts, *, batch_size: int = 16, memory: Memory | None = None, **options: Any
+        self, prompts: Prompts, *, batch_size: int = 16, memory: Memory | None = None, first: int = 0, **options: Any
     ) -> list[Generated]:
         """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`. A
-        Transformer-VQ can go on from a `memory`, with one prompt that may be empty."""
+        Transformer-VQ can go on from a `memory`, with one prompt that may be empty. Prompts that are a part of more
+        begin with number `first`, so that samples are those of the whole."""
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: None
         generator = self._generator(options)
-        outputs = generator.outputs(self._batches(prompts, batch_size, generator.options.max_new_tokens, memory))
+        found = self._batches(prompts, batch_size, generator.options.max_new_tokens, memory)
+        outputs = generator.outputs((np.where(rows < 0, rows, rows + first), inputs) for rows, inputs in found)
         return [Generated(decode(one.tokens), *one) for one in sorted(outputs, key=lambda one: one.prompt)]
 
     def stream(self, prompt: Any, memory: Memory | None = None, **options: Any) -> Iterator[str]:
@@ -153,7 +155,7 @@ class Pretrained:
             return self._checked(prompt, "prompt", axes=1).tolist()
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer files; give lists of ids instead of texts")
-        return self.tokenizer.encode(prompt, eos=False) if prompt else []
+        return self.tokenizer.encode(prompt, eos=False, specials=False) if prompt else []
 
     def _batches(
         self, prompts: Prompts, batch_size: int, new: int, memory: Memory | None = None
@@ -217,7 +219,8 @@ class Pretrained:
             if isinstance(prompt, str):
                 if self.tokenizer is None:
                     raise InputError("this checkpoint has no tokenizer files; give lists of ids instead of texts")
-                ids = self.tokenizer.encode(prompt, eos=not alone)
+                # A Transformer-VQ was trained on texts as they are, where "</s>" is four characters.
+                ids = self.tokenizer.encode(prompt, eos=not alone, specials=not isinstance(self.model, VQLM))
             else:
                 ids = self._checked(prompt, f"prompt {i}", axes=1).tolist()
             if isinstance(self.model, VQLM) and isinstance(prompt, str):

@@ -14,7 +14,8 @@ import tyro
 
 from flaxen.atomic import whole_file
 from flaxen.cli.prompts import PromptFile, Resumable, filled, windows
-from flaxen.data.files import stamps
+from flaxen.data.files import kind_of, stamps
+from flaxen.data.tables import READERS
 from flaxen.errors import InputError
 from flaxen.generate.options import Options, make_options
 
@@ -62,6 +63,10 @@ class Generate:
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     def run(self, given: set[str]) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"--batch-size must be at least 1, got {self.batch_size}")
+        if "column" in given and (self.file is None or kind_of(Path(self.file)) not in READERS):
+            raise InputError("--column is of a table: give one with --file")
         if "pictures" in given:
             self._draw(given)
             return
@@ -204,8 +209,10 @@ class Generate:
             first = done
             for window in windows(islice(prompts, done, None), stride):
                 ids, texts = zip(*window)
-                found = pretrained.generate(list(texts), batch_size=self.batch_size, memory=memory, **options)
-                yield [self._line(dataclasses.replace(one, index=first + one.index), ids[one.index]) for one in found]
+                found = pretrained.generate(
+                    list(texts), batch_size=self.batch_size, memory=memory, first=first, **options
+                )
+                yield [self._line(one, ids[one.index - first]) for one in found]
                 first += len(window)
                 bar.update(task, completed=first)
 
