@@ -61,10 +61,19 @@ class Checkpoints:
 
     def restore(self, step: int, like: T) -> tuple[T, dict[str, Any]]:
         """The state and the memory of a step. `like` is a state, abstract or not, of the model that is asked for."""
-        self._check(step, like)
         abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves(like).items()}
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore())
-        found = self._manager.restore(step, args=items)
+        try:
+            self._check(step, like)
+            found = self._manager.restore(step, args=items)
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:  # damage shows in as many ways as there are files
+            earlier = ", ".join(str(one) for one in self.steps if one < step)
+            go_on = f"remove it to go on from {earlier}" if earlier else "there is no earlier one"
+            reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+            where = Path(self._manager.directory) / str(step)
+            raise InputError(f"checkpoint {where} is damaged: {reason}\nIt cannot be read; {go_on}") from error
         return map_leaves(lambda path, _: found["state"][path], like), found["memory"]
 
     def _check(self, step: int, like: Any) -> None:
