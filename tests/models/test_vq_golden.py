@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from vq_goldens import MODELS, Golden, golden
 
+from flaxen.errors import InputError
 from flaxen.hf import vq as files
 from flaxen.hf.weightmap import save
 from flaxen.models import vq_lm
@@ -144,6 +145,15 @@ def checked_state(state: State, wanted: dict[str, np.ndarray], config: Config, t
             else:  # the original keeps what it then does not read; here that work is saved, unless `reference`
                 assert not cache.counts.any()
                 assert not cache.means.any()
+
+
+def test_settings_of_the_original_are_all_said() -> None:
+    settings = golden("model_03_noagg").config["model"]
+    assert files.original_config({**settings, "agg_cache": "0"}).aggregate is False
+    misspelt = {name.replace("mem_len", "mem_length"): value for name, value in settings.items()}
+    for wrong, message in ((misspelt, r"lack mem_len.*'mem_length'"), ({**settings, "agg_cache": "no"}, "0 or 1")):
+        with pytest.raises(InputError, match=message):
+            files.original_config(wrong)
 
 
 def test_commitment_alone() -> None:

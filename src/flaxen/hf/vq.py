@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flaxen.errors import InputError, nearest
 from flaxen.hf.fields import ids, make, one_or_list, read
 from flaxen.hf.files import Tensors
 from flaxen.hf.weightmap import Row, load
@@ -76,10 +77,21 @@ def original_rows(config: Config) -> list[Row]:
 
 
 def original_config(settings: dict[str, Any]) -> Config:
-    """The original's settings as ours."""
+    """The original's settings as ours. What changes numbers must be said: a misspelt name would give wrong ones."""
+    missing = [name for name in ORIGINAL if name not in settings and not name.startswith("p_") and name != "dtype"]
+    if missing:
+        close = "".join(nearest(name, settings) for name in missing)
+        raise InputError(f"the original's settings lack {', '.join(missing)}{close}")
     kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    kinds |= {name: _switch for name, kind in kinds.items() if kind is bool}
     fields = {ours: kinds[ours](settings[theirs]) for theirs, ours in ORIGINAL.items() if theirs in settings}
     return make(Config, {**fields, "reference": True}, "the original's settings")
+
+
+def _switch(value: Any) -> bool:
+    if str(value) not in ("0", "1", "False", "True"):
+        raise InputError(f"the original's switches are 0 or 1, got {value!r}")
+    return str(value) in ("1", "True")
 
 
 def load_original(flat: dict[str, np.ndarray], config: dict[str, Any]) -> "Pretrained":
