@@ -112,7 +112,10 @@ def computing(config: Any, **changes: Any) -> Any:
     """The configuration with other ways to compute the same: compute, remat, scan, in both halves of a pair."""
     if isinstance(config, PairConfig):
         return PairConfig(computing(config.encoder, **changes), computing(config.decoder, **changes))
-    return dataclasses.replace(config, **changes)
+    try:
+        return dataclasses.replace(config, **changes)
+    except ValueError as error:
+        raise InputError(f"the model's configuration: {error}") from None
 
 
 def with_dropout(config: Any, rate: float) -> Any:

@@ -65,6 +65,8 @@ class Config:
         for name, options in CHOICES.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
+        if self.rounded and self.form == "parallel":
+            raise ValueError("reference=true rounds from block to block in bfloat16: form must be scan, got parallel")
         for name in ("embedding_dropout", "dropout", "position_drop", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in 0 … 1, got {getattr(self, name)}")
@@ -81,6 +83,11 @@ class Config:
     def units(self) -> int:
         """Attentions of a layer."""
         return 2 if self.heads == "shga" else 1
+
+    @property
+    def rounded(self) -> bool:
+        """Whether counts and means lose digits between blocks."""
+        return self.reference and self.compute != "float32"
 
     @property
     def law(self) -> Law:

@@ -116,7 +116,7 @@ class Unit(nnx.Module):
             z, chosen = self.codebook.nearest(k)
             if weights is not None:
                 learning = Learning(codebook.error(k, chosen, weights), self.codebook.surrogate(k, z, weights))
-            parallel = c.form == "parallel" or (c.form == "auto" and jax.default_backend() != "cpu")
+            parallel = c.form == "parallel" or (c.form == "auto" and jax.default_backend() != "cpu" and not c.rounded)
             law = c.reading if weights is None else c.law
             y, cache = vq.attend(
                 queries, distant, z, chosen, v, table, self.codebook.vectors(), seen, cache, law, parallel
