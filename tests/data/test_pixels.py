@@ -96,6 +96,7 @@ EXPECTED = "cannot be read .*; expected pictures as numpy's save or savez writes
         ("data.npz", zipped(data=b"hello"), "expected uint8 of shape"),
         ("odd.npz", saved(np.savez, x=ROWS[:, :47]), "rows of 47 numbers are no square pictures .* 'x'"),
         ("thin.npz", saved(np.savez, data=ROWS[:, :0]), "rows of 0 numbers are no square pictures"),
+        ("colours.npy", saved(np.save, np.zeros((2, 4, 4, 5), np.uint8)), "expected pictures of 1 or 3 colours"),
         ("empty.parquet", b"", "cannot be read .*expected parquet with a column `image`"),
         ("text.parquet", b"no table, no table", "expected parquet with a column `image`"),
         ("cut.parquet", PARQUET[:-30], "expected parquet with a column `image`"),

@@ -175,8 +175,13 @@ class EvalLanguage(Eval):
         from flaxen.errors import InputError
         from flaxen.models.vq_lm import recast
 
-        begin = self.begin()
+        training = {f"objective.{name}" for name in ("commit", "normalise", "codebooks")} & given
+        if training:
+            raise InputError(f"--{min(training)} is of training, and does nothing here; leave it out")
         own = getattr(self.data, self.split)
+        if not (own or self.data.train or self.data.dataset):
+            raise InputError(f"there is nothing to evaluate on; name files with --data.{self.split}, or --data.train")
+        begin = self.begin()
         places = self.data
         if own and not self.data.train and not self.data.dataset:  # then nothing else is read
             places = dataclasses.replace(self.data, train=own)

@@ -35,7 +35,9 @@ def codebooks(model: Any, path: Path) -> None:
     top, bottom = halves
     left, right = top.subplots(1, 2)
     for name, _, counts in books:
-        left.plot(np.sort(counts / counts.sum())[::-1], lw=0.8, label=name)
+        left.plot(range(1, len(counts) + 1), np.sort(counts / counts.sum())[::-1], lw=0.8, label=name)
+    if len(books) <= 16:
+        left.legend(fontsize=7, ncols=2, title="codebook", title_fontsize=7)
     left.set(xscale="log", yscale="log", xlabel="code, by rank", ylabel="share of keys", title="usage of codes")
     entropy = []
     for _, _, counts in books:

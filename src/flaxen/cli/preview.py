@@ -36,7 +36,8 @@ class Preview(Settings):
         console = Console(soft_wrap=True, highlight=False, emoji=False)
         for note in task.notes(size):
             console.print(note, markup=False)
-        sentinels = f", sentinels {', '.join(map(str, tokenizer.sentinels[:3]))}, …" if tokenizer.sentinels else ""
+        marks = tokenizer.sentinels if isinstance(self, DenoiseSettings) else ()
+        sentinels = f", sentinels {', '.join(map(str, marks[:3]))}, …" if marks else ""
         console.print(
             f"tokenizer: {tokenizer.size:,} ids{sentinels}; model: {begin.config.vocab_size:,} rows", markup=False
         )

@@ -24,8 +24,8 @@ class Start:
     init: str | None = None
     """Checkpoint directory or hub id to start from."""
     preset: str | None = None
-    """Start from random weights: t5-small, t5-v1_1-base, mt5-small, byt5-small, … (`flaxen info PRESET`); for a
-    captioner, two of them: vit-mini+gpt2-mini."""
+    """Start from random weights: t5-small, t5-v1_1-base, mt5-small, byt5-small, vq-mini, … (`flaxen info PRESET`); for
+    a captioner, two of them: vit-mini+gpt2-mini."""
     config: Path | None = None
     """Start from random weights: a config.json of Hugging Face."""
     fields: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Start:
     compute: Literal["float32", "bfloat16"] = "float32"
     """Of the products. Weights, optimizer state, norms, softmax and loss stay in float32."""
     dropout: float | None = None
-    """Default: the checkpoint's; a preset has 0.1. T5 1.1, mT5 and ByT5 were pre-trained with 0."""
+    """Default: the checkpoint's or the preset's (T5's have 0.1; T5 1.1, mT5 and ByT5 were pre-trained with 0)."""
     image_size: int | None = None
     """Of the pictures that a captioner sees, if not the checkpoint's: its positions are interpolated."""
     remat: bool = False
@@ -100,7 +100,7 @@ class CaptionSettings(Settings):
     writing: Writing = field(default_factory=Writing)
 
 
-PRE_TRAINING: Any = field(default_factory=lambda: Optimizer(name="adamw", learning_rate=1e-3, b2=0.98))
+PRE_TRAINING: Any = field(default_factory=lambda: Optimizer(name="adamw"))
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ class Vocab:
             print(f"example   {' '.join(map(tokenizer.token, ids))}")
         data = ["--data.dataset", self.data.dataset] if self.data.dataset else ["--data.train", *self.data.train]
         # Span corruption needs sentinels; without them it is a vocabulary of a language model.
+        if self.data.unit != "line":
+            data += ["--data.unit", self.data.unit]
         task, preset = ("denoise", "t5-v1_1-mini") if self.sentinels else ("language", "vq-tiny")
         flags = shlex.join(["--model.preset", preset, "--model.tokenizer", str(self.out), *data])
         print(f"next      flaxen train {task} --out run {flags}")

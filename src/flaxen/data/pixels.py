@@ -92,6 +92,8 @@ def _checked(array: np.ndarray, path: Path) -> np.ndarray:
         raise InputError(
             f"{path}: expected uint8 of shape (pictures, height, width, channels), got {array.dtype} of {array.shape}"
         )
+    if array.shape[3] not in (1, 3):
+        raise InputError(f"{path}: expected pictures of 1 or 3 colours, the last axis; got {array.shape}")
     return array
 
 

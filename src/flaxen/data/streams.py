@@ -36,6 +36,7 @@ class Streamed(Corpus):
             ("shares", not text, "texts have data.validation_percent, and files of their own to test on"),
             ("validation_percent", text, f"{self.kind} have data.shares"),
             ("image_size", self.kind == "pixels", "it is for data.kind pixels"),
+            *((name, text, f"{self.kind} are read as they are") for name in ("column", "unit", "invalid", "cache")),
         ):
             if not applies and getattr(self, name) != default[name]:
                 raise InputError(f"data.{name} does nothing with data.kind {self.kind}: {instead}")

@@ -56,7 +56,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         here = ", ".join(sorted(p.name for p in path.parent.iterdir())[:8]) or "nothing"
-        raise InputError(f"{path.parent} has no {path.name}; it holds {here}") from None
+        model = path.parent / "model"
+        hint = f"; do you mean {model}?" if (model / path.name).exists() else ""
+        raise InputError(f"{path.parent} has no {path.name}; it holds {here}{hint}") from None
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):

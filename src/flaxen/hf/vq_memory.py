@@ -2,6 +2,7 @@
 
 import io
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Memory:
             with np.load(io.BytesIO(Path(path).read_bytes())) as file:
                 found = {name: file[name] for name in file.files}
                 unread, model = tuple(found["unread"].tolist()), str(found["model"])
-        except (OSError, ValueError, EOFError, BadZipFile, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, KeyError, AttributeError) as error:
             raise InputError(f"{path} holds no memory of a Transformer-VQ ({error})") from None
         for name, leaf in leaves(like).items():
             if name not in found or found[name].shape != leaf.shape:
