@@ -71,7 +71,7 @@ class Options:
     forced_eos_token_id: int | None = None
     """Last token of an output that reaches max_new_tokens."""
     eos_token_id: tuple[int, ...] | None = None
-    """Ids that end an output (default: the checkpoint's)."""
+    """Ids that end an output (default: the checkpoint's). With none behind the flag, only max_new_tokens ends it."""
 
     def __post_init__(self) -> None:
         positive = ("max_new_tokens", "num_beams", "num_return_sequences")
