@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ids import Ids
 from vq_goldens import golden
 
 from flaxen.data.pixels import open_pixels
@@ -14,22 +15,6 @@ from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
 
 BYTES = ByteTokenizer.plain()
-
-
-class Ids:
-    """A row of ids in memory."""
-
-    def __init__(self, ids: np.ndarray):
-        self.ids, self.identity = ids, "ids"
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        return np.stack([self.ids[s : s + length] for s in starts]) if len(starts) else np.empty((0, length), np.int32)
-
-    def measured(self) -> Measure:
-        return Measure(len(self), 0, len(self))
 
 
 def test_pipeline_golden() -> None:

@@ -1,35 +1,19 @@
 """Batches of a language model: pure functions of step and row, and every token but padding a label."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from ids import Ids
 
-from flaxen.data.stream_store import Measure, Opened
+from flaxen.data.stream_store import Opened
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.models.vq_config import PRESETS, Config
 from flaxen.tasks.language import Language
 from flaxen.tasks.objective import LanguageObjective
 
 CONFIG = replace(PRESETS["vq-tiny"], block=8, window=8)
-
-
-@dataclass(frozen=True)
-class Ids:
-    """A row of ids in memory."""
-
-    ids: np.ndarray
-    identity: str = "ids"
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        return np.stack([self.ids[s : s + length] for s in starts]) if len(starts) else np.empty((0, length), np.int32)
-
-    def measured(self) -> Measure:
-        return Measure(len(self), 0, len(self))
 
 
 def task(config: Config = CONFIG, **objective: object) -> Language:

@@ -1,0 +1,24 @@
+"""A stream of given ids."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flaxen.data.stream_store import Measure
+
+
+@dataclass(frozen=True)
+class Ids:
+    """A row of ids in memory."""
+
+    ids: np.ndarray
+    identity: str = "ids"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return np.stack([self.ids[s : s + length] for s in starts]) if len(starts) else np.empty((0, length), np.int32)
+
+    def measured(self) -> Measure:
+        return Measure(len(self), 0, len(self))
