@@ -108,7 +108,7 @@ def checked_gradient(model: VQLM, gradient: VQLM, wanted: dict[str, np.ndarray],
     ("name", "changes"),
     [(name, {"form": "scan"}) for name in MODELS[:5]]
     + [(MODELS[i], {"form": "parallel"}) for i in (0, 3, 4)]
-    + [("03_noagg", {"form": form, "reference": True}) for form in ("scan", "parallel")],
+    + [("03_noagg", {"form": form, "reference": False}) for form in ("scan", "parallel")],
 )
 def test_first_chunk(name: str, changes: dict[str, Any]) -> None:
     """Losses, gradients and the state carried on."""
