@@ -17,7 +17,7 @@ from flaxen.hf import t5 as hf_t5
 from flaxen.hf import weightmap
 from flaxen.models import t5
 from flaxen.models.t5 import PRESETS, T5, Config
-from flaxen.nn import stack
+from flaxen.nn import hardware
 from flaxen.nn.param import initialise
 from flaxen.tree import leaves
 
@@ -210,8 +210,8 @@ def test_long_rows_keep_less_and_compute_the_same(monkeypatch: pytest.MonkeyPatc
     ends = []
     for long, cached in ((2**22, 2**18), (16, 200)):
         monkeypatch.setattr(t5, "LONG", long)
-        monkeypatch.setattr(stack, "CACHED", cached)
-        ends.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
+        with hardware.compile_for(dataclasses.replace(hardware.CPU, activations=cached)):
+            ends.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
     (value, grads), (other, other_grads) = ends
     np.testing.assert_allclose(value, other, rtol=1e-6)
     for name, gradient in leaves(grads).items():

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flaxen.nn import hardware
+from flaxen.nn.hardware import transposed_copy, transposed_right
 from flaxen.nn.layers import MLP, LayerNorm, Linear, RMSNorm, dropout, for_few_rows, keep_mask
-from flaxen.nn.matmul import contract, contract_few, dots, turned, turned_right
+from flaxen.nn.matmul import contract, contract_few, dots
 from flaxen.nn.param import initialise, normal
 
 
@@ -82,20 +84,20 @@ def test_sums_of_products() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize("panels", [True, False])
 @pytest.mark.parametrize("shape", [(3, 4), (16, 2048), (17, 2048), (1000, 33)])
-def test_turned(shape: tuple[int, int], cores: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By pieces of 16 rows, of which the last may overlap; or all at once, where it is small or cores are many."""
-    monkeypatch.setattr("flaxen.nn.matmul.CORES", cores)
+def test_transposed_copy(shape: tuple[int, int], panels: bool, dtype: str) -> None:
+    """In panels of 16 rows, the last of which may overlap; or all at once, where the matrix is small or cores many."""
     a = jax.random.normal(jax.random.key(0), shape).astype(dtype)
-    np.testing.assert_array_equal(jax.jit(turned)(a), a.T)
-    np.testing.assert_array_equal(jax.jit(turned_right)(a), a.T)
+    with hardware.compile_for(hardware.Target(transposed_copies=True, panels=panels)):
+        np.testing.assert_array_equal(jax.jit(transposed_copy)(a), a.T)
+        np.testing.assert_array_equal(jax.jit(transposed_right)(a), a.T)
 
 
-def test_bfloat16_is_turned_without_being_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over bfloat16 would convert the whole of its result at every turn: half the time of a training step."""
-    monkeypatch.setattr("flaxen.nn.matmul.CORES", 1)
-    program = jax.jit(turned).lower(jnp.ones((256, 512), jnp.bfloat16)).compile().as_text()
+def test_bfloat16_is_transposed_without_being_widened() -> None:
+    """A loop over bfloat16 would convert its whole result in every iteration: half the time of a training step."""
+    with hardware.compile_for(hardware.Target(transposed_copies=True, panels=True)):
+        program = jax.jit(transposed_copy).lower(jnp.ones((256, 512), jnp.bfloat16)).compile().as_text()
     assert "while" in program
     assert "f32[" not in program
 

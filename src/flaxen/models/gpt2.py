@@ -10,10 +10,11 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.attention import JointAttention, JointCrossAttention, Plan
+from flaxen.nn.hardware import few_rows_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, dropout
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import stacked
-from flaxen.nn.stack import by_rows, kept, run
+from flaxen.nn.stack import kept, run
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class GPT2(nnx.Module):
                 other = None if source is None else (source, cross._replace(scale=scale))
                 return one(x, mine, other, c, key)
 
-            return by_rows(some_rows, x, key, plan.rows(), source)
+            return few_rows_at_a_time(some_rows, x, key, plan.rows(), source)
 
         x = run(body, (self.layers, c.score_scales()), x, keys[1], scan=c.scan, remat=c.remat)
         return self.norm(x, jnp.dtype(c.compute))

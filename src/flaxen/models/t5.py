@@ -14,12 +14,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
 from flaxen.nn.attention import Attention, Plan
+from flaxen.nn.hardware import few_rows_at_a_time, few_tokens_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout
 from flaxen.nn.local import LocalAttention, LocalPlan, TransientGlobalAttention, plan_local, plan_side
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import stacked
 from flaxen.nn.position import RelativeBias
-from flaxen.nn.stack import LONG, by_rows, by_tokens, kept, run
+from flaxen.nn.stack import LONG, kept, run
 
 Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # real tokens, or the numbers of the texts that share a row
 ATTENTION = ("full", "local", "transient-global")
@@ -164,7 +165,7 @@ class Layer(nnx.Module):
             inner, outer = (None, None) if key is None else jax.random.split(key)
             return x + dropout(self.mlp(self.mlp_norm(x, dtype), rate, inner, short), rate, outer)
 
-        return by_tokens(feed_forward, x, keys[4])
+        return few_tokens_at_a_time(feed_forward, x, keys[4], checkpoint=not short)
 
 
 class Stack(nnx.Module):
@@ -206,7 +207,7 @@ class Stack(nnx.Module):
                 source = None if encoded is None else (encoded, cross.of(of_cross))
                 return layer(x, plan.of(rows), source, c.dropout, dtype, key)
 
-            return by_rows(some_rows, x, key, plan.rows(), encoded, cross.rows())
+            return few_rows_at_a_time(some_rows, x, key, plan.rows(), encoded, cross.rows())
 
         x = run(body, self.layers, x, keys[1], scan=c.scan, remat=c.remat)
         return dropout(self.norm(x, dtype), c.dropout, keys[2])

@@ -11,9 +11,10 @@ from jax import Array
 from jaxtyping import Float
 
 from flaxen.nn.attention import Attention, Plan
+from flaxen.nn.hardware import few_rows_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, LayerNorm, Linear, dropout
 from flaxen.nn.param import normal, stacked
-from flaxen.nn.stack import by_rows, kept, run
+from flaxen.nn.stack import kept, run
 from flaxen.tree import leaves, map_leaves
 
 
@@ -101,7 +102,7 @@ class ViT(nnx.Module):
         x = dropout(x, c.dropout, keys[0])
 
         def body(layer: Layer, x: Array, key: Array | None) -> Array:
-            return by_rows(lambda x, key: layer(x, c, key), x, key)
+            return few_rows_at_a_time(lambda x, key: layer(x, c, key), x, key)
 
         x = run(body, self.layers, x, keys[1], scan=c.scan, remat=c.remat)
         return self.norm(x, jnp.dtype(c.compute))

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-import jax
-
+from flaxen.nn.hardware import target
 from flaxen.nn.vq_block import Law
 
 CHOICES = {
@@ -100,7 +99,7 @@ class Config:
         """Where nothing is learnt, smaller blocks give the same: fewer keys of their windows are seen by no query.
         (Where something is, keys get gradients while they are in a window, so these depend on its blocks.)"""
         sizes = [n for n in range(64, 129) if self.block % n == 0]
-        small = self.block > 128 and sizes and not self.reference and jax.default_backend() == "cpu"
+        small = self.block > 128 and sizes and not self.reference and target().rows_in_sequence
         return self.law._replace(block=sizes[-1]) if small else self.law
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from flaxen.models.vq_config import Config
 from flaxen.nn import codebook, full, vq
 from flaxen.nn.codebook import Codebook
+from flaxen.nn.hardware import target
 from flaxen.nn.layers import MLP, Embedding, Linear, RMSNorm, dropout, keep_mask, unit_rms
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.matmul import contract
@@ -116,7 +117,7 @@ class Unit(nnx.Module):
             z, chosen = self.codebook.nearest(k)
             if weights is not None:
                 learning = Learning(codebook.error(k, chosen, weights), self.codebook.surrogate(k, z, weights))
-            parallel = c.form == "parallel" or (c.form == "auto" and jax.default_backend() != "cpu" and not c.rounded)
+            parallel = c.form == "parallel" or (c.form == "auto" and not target().rows_in_sequence and not c.rounded)
             law = c.reading if weights is None else c.law
             y, cache = vq.attend(
                 queries, distant, z, chosen, v, table, self.codebook.vectors(), seen, cache, law, parallel

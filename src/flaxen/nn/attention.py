@@ -5,7 +5,6 @@ The bias is never stored as [N, T, S]: a relative bias depends on the distance a
 from one vector of T + S - 1 distances.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +14,10 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from flaxen.nn.hardware import few_heads_at_a_time
 from flaxen.nn.layers import Linear, keep_mask
 from flaxen.nn.stack import kept
 
-CACHED_SCORES = 2**16  # a block of 256 x 256 in f32: 256 kB
 # Finite, so that a row whose keys are all masked is a mean over garbage and not NaN.
 MASKED = -1e9
 # Blocks up to which JAX may make masks and biases ahead of the loops and keep them for all layers. Beyond, they are
@@ -187,22 +186,6 @@ def _even(length: int, block: int) -> int:
     return -(-length // -(-length // block))
 
 
-def each_head(function: Callable[..., Any], scores: int, arrays: tuple[Any, ...]) -> Any:
-    """function(number, *arrays) of each head of each row, the first two axes: on a CPU some at a time, whose blocks
-    of so many scores fit in the cache as those of all heads would not; all at once elsewhere."""
-    batch = jax.tree.leaves(arrays)[0].shape[:2]
-    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays)
-    index = jnp.arange(batch[0] * batch[1], dtype=jnp.uint32)
-    together = max(1, CACHED_SCORES // scores) if jax.default_backend() == "cpu" else len(index)
-    while len(index) % together:
-        together -= 1
-    if together == 1:
-        out = lax.map(lambda xs: function(*xs), (index, *flat))
-    else:
-        out = lax.map(lambda xs: function(*xs), (index, *flat), batch_size=together)
-    return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), out)
-
-
 def _toeplitz(window: Float[Array, "R"], t: int, s: int) -> Float[Array, "T S"]:
     """M[i, j] = window[j - i + t - 1] from R = t + s - 1 distances: each row is a slice of them."""
     return jax.vmap(lambda i: lax.dynamic_slice_in_dim(window, t - 1 - i, s))(jnp.arange(t))
@@ -305,9 +288,8 @@ def _forward(
         out, lse = lax.map(lambda xs: row(*xs), (jnp.arange(n_t), _blocks(q, static.t_block)))
         return out.reshape(q.shape), lse.reshape(-1)
 
-    out, lse = (
-        kept(a) for a in each_head(head, static.t_block * static.s_block, (q, k, v, *_spread(bias, segments, q)))
-    )
+    arrays = (q, k, v, *_spread(bias, segments, q))
+    out, lse = (kept(a) for a in few_heads_at_a_time(head, static.t_block * static.s_block, arrays))
     return out, (q, k, v, bias, segments, seed, out, lse)
 
 
@@ -359,7 +341,7 @@ def _backward(static: _Static, residuals: tuple[Any, ...], g: Array) -> tuple[Ar
         return dqs.reshape(q.shape), dks.reshape(k.shape).astype(k.dtype), dvs.reshape(v.shape).astype(v.dtype), dbias
 
     arrays = (q, k, v, g, lse, delta, *_spread(bias, segments, q))
-    dq, dk, dv, dbias = each_head(head, t * s, arrays)
+    dq, dk, dv, dbias = few_heads_at_a_time(head, t * s, arrays)
     return dq, dk, dv, dbias.sum(axis=0), None, None
 
 

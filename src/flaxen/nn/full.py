@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from flaxen.nn.hardware import each_row
 from flaxen.nn.vq_block import NEVER, Law, dot, skew
 
 SEGMENTS = 8  # parts of a sequence, each of which sees all keys up to its end: a sixteenth of the work is for nothing
@@ -29,7 +30,7 @@ def attend(
     rows = [a.reshape(b * n, *a.shape[2:]) for a in (queries, distant, keys, values)]
     one = partial(_row, law, blocks)
     every = (*rows, tables, numbers)
-    out = lax.map(lambda row: one(*row), every) if jax.default_backend() == "cpu" else jax.vmap(one)(*every)
+    out = each_row(one, every)
     return out.reshape(b, n, g, t, -1)
 
 

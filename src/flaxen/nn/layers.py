@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from flaxen.nn.hardware import target
 from flaxen.nn.matmul import contract, contract_few, dots
 from flaxen.nn.param import constant, normal
 from flaxen.nn.stack import kept
@@ -61,7 +62,10 @@ class FewRows(NamedTuple):
 
 
 def for_few_rows(module: M) -> M:
-    """`module` with every Linear turned into a FewRows: worth its copy when many calls on few rows follow."""
+    """`module` with every Linear turned into a FewRows, where the target asks for it: worth its copy when many calls on
+    few rows follow."""
+    if not target().weights_first:
+        return module
 
     def turn(node: Linear | Array) -> FewRows | Array:
         if not isinstance(node, Linear):
@@ -85,7 +89,7 @@ class Embedding(nnx.Module):
     def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """In f32 whatever the compute dtype."""
         table, rows = self.weight[...], x.reshape(-1, x.shape[-1])
-        if len(rows) <= FEW:
+        if len(rows) <= FEW and target().weights_first:
             return contract_few(rows, table).reshape(*x.shape[:-1], -1)
         return jnp.einsum("...D,VD->...V", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
 

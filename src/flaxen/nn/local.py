@@ -16,7 +16,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from flaxen.nn import attention
-from flaxen.nn.attention import MASKED, Attention, each_head, scaled_keep
+from flaxen.nn.attention import MASKED, Attention, scaled_keep
+from flaxen.nn.hardware import few_heads_at_a_time, target
 from flaxen.nn.layers import RMSNorm
 from flaxen.nn.position import RelativeBias
 from flaxen.nn.stack import kept
@@ -225,7 +226,7 @@ def _forward(tensors: tuple[Array, ...], facts: tuple[Array, ...], seed: Array, 
         return out.reshape(q.shape), lse.reshape(-1)
 
     arrays = (*_split(tensors), facts)
-    out, lse = (kept(a) for a in each_head(head, static.t_block * static.s_block, arrays))
+    out, lse = (kept(a) for a in few_heads_at_a_time(head, static.t_block * static.s_block, arrays))
     return out, (tensors, facts, seed, out, lse)
 
 
@@ -283,15 +284,14 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
         return (dq.reshape(q.shape), *cast((dkeys[0], dvalues[0])), *dside), tuple(dbiases)
 
     arrays = (*_split(tensors), facts, g, lse, delta)
-    (dq, dk, dv, *dside), dbiases = each_head(head, static.t_block * static.s_block, arrays)
+    (dq, dk, dv, *dside), dbiases = few_heads_at_a_time(head, static.t_block * static.s_block, arrays)
     dband, *dbias = (a.sum(axis=0) for a in dbiases)
     return (dq, dk, dv, dband, *dside, *dbias), None, None
 
 
 def dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
-    """A product with f32 sums. On a CPU, bf16 operands are widened first: jax 0.10.2 leaves some such products, in
-    layouts like these, to a kernel that has none for them, and that fails only when it runs."""
-    if jax.default_backend() == "cpu":
+    """A product with f32 sums. bf16 operands are widened first where the target asks for it."""
+    if target().widen_bfloat16:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return attention.dot(a, b, axes)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from flaxen.nn.matmul import turned_right
+from flaxen.nn.hardware import transposed_right
 
 # Elements of logits alive at a time. 2^23 keeps a 32k vocabulary to 260 rows (32 MB) without slowing its products;
 # below 128 rows the head's gradient would be read and written too often.
@@ -66,7 +66,7 @@ def _chunk(
 def _sums(
     hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
 ) -> tuple[Array, Array]:
-    head_t = turned_right(head)
+    head_t = transposed_right(head)
 
     def body(carry: tuple[Array, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
         loss, correct, _, _ = _chunk(xs[0], head_t, bias, *xs[1:], law)
@@ -80,7 +80,7 @@ def _forward(
     hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
     smoothing, z_loss = law
-    vocab, head_t = len(head), turned_right(head)
+    vocab, head_t = len(head), transposed_right(head)
 
     def body(carry: tuple, xs: tuple[Array, Array, Array]) -> tuple[tuple, Array]:
         total, right, dhead, dbias = carry

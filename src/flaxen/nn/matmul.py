@@ -1,7 +1,6 @@
 """The matrix product of the library: operands in the compute dtype, sums in f32, a backward made for CPUs too."""
 
 import math
-import os
 from functools import partial
 
 import jax
@@ -9,9 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-PANEL = 16  # rows of a matrix that are transposed at a time
-SMALL = 2**15  # numbers up to which that is not worth a loop
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from flaxen.nn.hardware import transposed_copy, transposed_right
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -32,12 +29,12 @@ def _backward(n: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, 
     x, w = residuals
     rows, matrix = _flat(x, w, n)
     grads = g.reshape(len(rows), -1)
-    dx = _dot(grads, turned_right(matrix), x.dtype)
+    dx = _dot(grads, transposed_right(matrix), x.dtype)
     # dw = rowsᵀ · grads. Transpose the narrower of the two: it is the cheaper copy.
     if matrix.shape[0] <= matrix.shape[1]:
-        dw = _dot(turned(rows), grads, jnp.float32)
+        dw = _dot(transposed_copy(rows), grads, jnp.float32)
     else:
-        dw = turned(_dot(turned(grads), rows, jnp.float32))
+        dw = transposed_copy(_dot(transposed_copy(grads), rows, jnp.float32))
     return dx.reshape(x.shape), dw.reshape(w.shape).astype(w.dtype)
 
 
@@ -64,30 +61,3 @@ def _flat(x: Array, w: Array, n: int) -> tuple[Array, Array]:
 
 def _dot(a: Array, b: Array, dtype: DTypeLike) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(dtype)
-
-
-def turned(a: Array) -> Array:
-    """aᵀ as an array of its own on a CPU, whose product kernels run at half speed on a transposed left operand.
-
-    Where cores are few, a loop takes some rows at a time, as many as stay in the nearest cache whatever their stride:
-    up to three times as fast as XLA's transpose, which many cores share.
-    """
-    if jax.default_backend() != "cpu":
-        return a.T
-    rows, columns = a.shape
-    if a.size < SMALL or rows < PANEL or CORES > 4:
-        return lax.optimization_barrier(lax.optimization_barrier(a).T)
-    if a.dtype == jnp.bfloat16:  # as integers: XLA would widen the whole of it, and round it again, at every turn
-        return lax.bitcast_convert_type(turned(lax.bitcast_convert_type(a, jnp.uint16)), a.dtype)
-
-    def body(i: Array, out: Array) -> Array:
-        at = jnp.minimum(i * PANEL, rows - PANEL)
-        return lax.dynamic_update_slice_in_dim(out, lax.dynamic_slice_in_dim(a, at, PANEL).T, at, 1)
-
-    return lax.fori_loop(0, -(-rows // PANEL), body, jnp.zeros((columns, rows), a.dtype))
-
-
-def turned_right(a: Array) -> Array:
-    """aᵀ as the right operand of a product. In f32 kernels pack it from either side as fast; the fast ones of bf16 take
-    arrays only as they stand, and without them bf16 has the speed of f32."""
-    return turned(a) if a.dtype == jnp.bfloat16 else a.T

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from flaxen.nn.hardware import each_row
 from flaxen.nn.stack import kept
 from flaxen.nn.vq_block import Law, Scale, Window, block_backward, block_forward, hidden_keys
 
@@ -137,10 +138,7 @@ def attend(
     )
     one = partial(_parallel if parallel else _scanned, law)
     rows = jax.tree.map(lambda a: a.reshape(b * n, *a.shape[2:]), (operands, lax.stop_gradient(context)))
-    if jax.default_backend() == "cpu":  # one after the other: what they are made of then stays in its cache
-        out, counts, means = lax.map(lambda row: one(*row), rows)
-    else:
-        out, counts, means = jax.vmap(one)(*rows)
+    out, counts, means = each_row(one, rows)
     out = out.reshape(b, n, blocks, g, law.block, -1).swapaxes(2, 3).reshape(b, n, g, t, -1)
     last = slice(keys.shape[2] - law.window, None)
     counts, means = counts.reshape(cache.counts.shape), means.reshape(cache.means.shape)

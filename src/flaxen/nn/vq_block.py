@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from flaxen.nn.matmul import dots, turned, turned_right
+from flaxen.nn.hardware import transposed_copy, transposed_right
+from flaxen.nn.matmul import dots
 
 NEVER = -1e30  # a score that weighs nothing, whatever the others
 
@@ -110,19 +111,20 @@ def block_backward(
     slope = dots(g, out)[:, None]
     near, far = _scores(law, w, counts)
     near = jnp.exp(near - scale.top[:, None])
-    ds = near * (dot(g, turned_right(w.values)) - slope)
-    dvalues = dot(turned(near.astype(dtype)), g)
-    dqueries, dkeys = dot(ds, w.keys), turned(dot(turned(w.queries), ds))  # queries are narrower than ds
+    ds = near * (dot(g, transposed_right(w.values)) - slope)
+    dvalues = dot(transposed_copy(near.astype(dtype)), g)
+    # Queries are narrower than ds, so theirs is the cheaper transpose.
+    dqueries, dkeys = dot(ds, w.keys), transposed_copy(dot(transposed_copy(w.queries), ds))
     dx = unskew(law, ds)
     ddistant = jax.vmap(dot)(dx, w.table).reshape(w.distant.shape)
-    dtable = jax.vmap(lambda x, d: dot(turned(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
+    dtable = jax.vmap(lambda x, d: dot(transposed_copy(x), d))(dx, w.distant.reshape(len(dx), law.block, -1))
     dmeans = jnp.zeros_like(means)
     if far is not None:
         far = jnp.exp(far - scale.top[:, None])
-        ds = far * (dot(g, turned_right(means.astype(dtype))) - slope)
+        ds = far * (dot(g, transposed_right(means.astype(dtype))) - slope)
         dqueries = dqueries + dot(ds, w.codebook)
         if law.through:
-            dmeans = dot(turned(far.astype(dtype)), g)
+            dmeans = dot(transposed_copy(far.astype(dtype)), g)
     return Slopes(dqueries, ddistant, dkeys, dvalues, dtable, dmeans)
 
 

@@ -10,20 +10,17 @@ import optax
 from jax import Array
 
 from flaxen.errors import InputError, nearest
+from flaxen.nn.hardware import training_options
 from flaxen.nn.loss import Sums
 from flaxen.tasks.task import Task
 from flaxen.train import optim
 from flaxen.train.accumulate import value_and_grad
 from flaxen.train.settings import Optimizer, Schedule, Training
 
-# XLA orders the operations of a CPU so that many can run at once, unless it is told. Ordered so that little is alive at
-# a time, training takes up to a fifth less memory in the same time: to a few per cent on one core, to 2 % on two.
-FRUGAL = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-
 
 def compiled(function: Callable[..., Any], **how: Any) -> jax.stages.Wrapped:
     """`jax.jit` for programs whose memory is large."""
-    return jax.jit(function, compiler_options=FRUGAL if jax.default_backend() == "cpu" else None, **how)
+    return jax.jit(function, compiler_options=training_options(), **how)
 
 
 class State(NamedTuple):
