@@ -52,7 +52,6 @@ flaxen.train.loop.peak = lambda: 1e12
 limit, commands = json.loads(sys.argv[1])
 if limit:
     # The tests' compiled programs are read, but none is written: half of one would be.
-    flaxen.cli.build.cache_compilations = lambda: None
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 for arguments in commands:

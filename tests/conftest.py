@@ -12,6 +12,8 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(Path(__file__).parents[1] / ".pytest_cache" / "xla" / os.environ["PYTEST_XDIST_WORKER"]),
 )
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np

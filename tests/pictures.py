@@ -9,7 +9,7 @@ import torch
 import transformers
 from conftest import Reference
 
-from flaxen.hf.files import Tensors
+from flaxen.hf.safetensors_files import Safetensors
 
 VIT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32,
@@ -70,7 +70,7 @@ def gradients(model: transformers.PreTrainedModel, directory: Path) -> dict[str,
         for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
             mine.copy_(torch.zeros_like(theirs) if theirs.grad is None else theirs.grad)
     copied.save_pretrained(directory)
-    tensors = Tensors(directory)
+    tensors = Safetensors(directory)
     return {name: np.array(tensors[name]) for name in tensors}
 
 

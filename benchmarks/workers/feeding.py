@@ -27,6 +27,7 @@ def main() -> None:
     pin(flags.pin)
     import jax
 
+    from flaxen import families
     from flaxen.data.corpus import Corpus
     from flaxen.data.loader import ahead
     from flaxen.data.store import open_corpus
@@ -46,7 +47,9 @@ def main() -> None:
     config = Config(vocab_size=-(-tokenizer.size // 128) * 128, dropout=0.0, **sizes)
     training = Training(steps=10**6, batch_size=8)
     train, validation = open_corpus(Corpus((str(flags.text),), cache=flags.scratch), tokenizer, progress=False)
-    task = Denoise(config, Objective(input_length=32 if flags.tiny else 256), tokenizer, train, validation, seed=0)
+    task = Denoise(
+        families.T5, config, Objective(input_length=32 if flags.tiny else 256), tokenizer, train, validation, seed=0
+    )
     stepper = Stepper(task, Optimizer("adamw", learning_rate=1e-4), Schedule("constant", warmup=0), training)
     state = stepper.start(initialise(T5(config), seed=0))
 

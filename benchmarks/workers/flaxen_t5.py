@@ -78,11 +78,10 @@ def run(worker: Worker, most: int) -> None:
     worker.run(loss, train, generate, ["jax", "flax", "flaxen"])
 
 
-class OneBatch:
+class OneBatch(Task):
     """A `flaxen.tasks.task.Task` of one batch. Its loss passes no key on, so there is no dropout."""
 
     tokens, flops = 0, 0.0  # for the display of speed, which there is not
-    scores: tuple[str, ...] = ()
 
     def __init__(self, source: Any, labels: Any) -> None:
         self._batch, self.examples = {"input_ids": source, "labels": labels}, len(source)
@@ -93,20 +92,8 @@ class OneBatch:
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def carry(self, rows: int) -> None:
-        return None
-
     def loss(self, model: Any, batch: dict[str, Any], carry: None, key: Any) -> Any:
         return model.loss(batch["input_ids"], batch["labels"])[1], None
-
-    def written(self, model: Any, path: Any) -> dict[str, float]:
-        return {}
-
-    def divisor(self, batch: dict[str, Any]) -> None:
-        return None
-
-    def metrics(self, sums: Any) -> dict[str, float]:
-        return {"loss": float(sums.loss / sums.weight)}
 
 
 def pieces(source: Any, most: int) -> int:

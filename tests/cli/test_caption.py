@@ -19,7 +19,7 @@ from PIL import Image
 
 import flaxen
 from flaxen.cli.demo_caption import COLOURS, Scene, _write_vocabulary, picture
-from flaxen.hf.files import Tensors
+from flaxen.hf.safetensors_files import Safetensors
 
 DROPPED = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
@@ -157,7 +157,7 @@ def test_a_killed_run_ends_bit_for_bit_alike(trained: Path, material: Path, tmp_
     process.wait()
     done = command(*flags(material, out))
     assert done.code == 0, done.err
-    mine, whole = Tensors(out / "model"), Tensors(trained / "model")
+    mine, whole = Safetensors(out / "model"), Safetensors(trained / "model")
     assert set(mine) == set(whole)
     for name in mine:
         np.testing.assert_array_equal(mine[name], whole[name])

@@ -11,7 +11,6 @@ import tyro
 from flaxen.cli import recipe
 from flaxen.cli.settings import DenoiseSettings as Settings
 from flaxen.cli.settings import Start
-from flaxen.cli.train import TrainDenoise
 from flaxen.data.corpus import Corpus
 from flaxen.errors import InputError
 from flaxen.tasks.objective import Objective
@@ -84,7 +83,7 @@ def test_nothing_of_everything_is_a_default() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Command(TrainDenoise):
+class Command(Settings):
     """The command without the tests' type checker, which knows nothing of tyro.MISSING."""
 
 
@@ -124,12 +123,12 @@ def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
-        recipe.read(TrainDenoise, path)
+        recipe.read(Settings, path)
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no recipe .*none\.toml; recipes are TOML files"):
-        recipe.read(TrainDenoise, tmp_path / "none.toml")
+        recipe.read(Settings, tmp_path / "none.toml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="binary is not valid TOML"):
-        recipe.read(TrainDenoise, tmp_path / "binary")
+        recipe.read(Settings, tmp_path / "binary")

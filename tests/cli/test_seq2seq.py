@@ -14,7 +14,7 @@ import pytest
 from commands import command
 
 import flaxen
-from flaxen.hf.files import Tensors
+from flaxen.hf.safetensors_files import Safetensors
 
 CONFIG = {
     "model_type": "longt5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_decoder_layers": 1,
@@ -74,7 +74,7 @@ def test_a_run_scores_what_it_writes(trained: Path) -> None:
 def test_frozen_weights_stay_bit_for_bit(trained: Path, material: Path, tmp_path: Path) -> None:
     fresh = command(*flags(material, tmp_path / "run", "--training.steps", "1", "--optimizer.learning-rate", "1e-30"))
     assert fresh.code == 0, fresh.err
-    before, after = Tensors(tmp_path / "run" / "model"), Tensors(trained / "model")
+    before, after = Safetensors(tmp_path / "run" / "model"), Safetensors(trained / "model")
     still = {name for name in before if np.array_equal(before[name], after[name])}
     assert still == {"shared.weight", *(name for name in before if "encoder" in name and "DenseReluDense.w" in name)}
     unknown = command(*flags(material, tmp_path / "other", "--optimizer.freeze", "encodr.*"))

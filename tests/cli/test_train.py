@@ -17,6 +17,7 @@ import transformers
 from commands import Done, child, command
 
 import flaxen
+from flaxen import families
 from flaxen.data.corpus import Corpus
 from flaxen.data.store import open_corpus
 from flaxen.data.tokenizers import ByteTokenizer
@@ -186,7 +187,7 @@ def test_a_start_from_a_checkpoint_of_transformers(material: Path, byt5: Path, t
     assert done.code == 0, done.err
     corpus = Corpus((str(material / "text.txt"),), cache=material / "cache")
     tokenizer = ByteTokenizer()
-    task = Denoise(Config(), Objective(32, mean_span=3.0), tokenizer, *open_corpus(corpus, tokenizer), 0)
+    task = Denoise(families.T5, Config(), Objective(32, mean_span=3.0), tokenizer, *open_corpus(corpus, tokenizer), 0)
     batch = {name: torch.tensor(array.astype(np.int64)) for name, array in task.batch(0, 4).items()}
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(byt5).eval()
     with torch.no_grad():

@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from flaxen.errors import InputError
-from flaxen.hf.files import Tensors, locate, read_json, whole_directory, write_tensors
+from flaxen.hf.files import locate, read_json, whole_directory
+from flaxen.hf.safetensors_files import Safetensors, write_tensors
 
 
 def test_tensors_read_what_safetensors_wrote(tmp_path: Path) -> None:
@@ -21,7 +22,7 @@ def test_tensors_read_what_safetensors_wrote(tmp_path: Path) -> None:
         "empty": np.zeros((0, 3), np.float32),
     }
     save_file(written, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    tensors = Tensors(tmp_path)
+    tensors = Safetensors(tmp_path)
     assert set(tensors) == set(written)
     for name, array in written.items():
         assert tensors[name].dtype == array.dtype
@@ -33,11 +34,11 @@ def test_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     write_tensors(tmp_path, arrays, shard_bytes=900)
     assert len(list(tmp_path.glob("model-*-of-00004.safetensors"))) == 4
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 2800
-    tensors = Tensors(tmp_path)
+    tensors = Safetensors(tmp_path)
     assert {name: float(tensors[name][0, 0]) for name in tensors} == {f"t{i}": i for i in range(7)}
     (tmp_path / "model-00002-of-00004.safetensors").unlink()
     with pytest.raises(InputError, match="model-00002-of-00004"):
-        Tensors(tmp_path)
+        Safetensors(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 20, 100, -1])
@@ -46,13 +47,13 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     save_file({"a": np.zeros((30, 30), np.float32)}, path)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(InputError, match=r"model\.safetensors.*cut short"):
-        Tensors(tmp_path)
+        Safetensors(tmp_path)
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(InputError, match=r"pytorch_model\.bin.*safetensors first"):
-        Tensors(tmp_path)
+        Safetensors(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])

@@ -23,8 +23,10 @@ from pictures import close, make_gpt2, make_pair, make_vit, pixels
 from safetensors.numpy import load_file, save_file
 
 import flaxen
+from flaxen import families
 from flaxen.errors import InputError
 from flaxen.hf import files, peft
+from flaxen.hf.weightmap import Row
 from flaxen.models.captioner import Captioner
 from flaxen.models.gpt2 import GPT2
 from flaxen.models.vit import ViT
@@ -138,7 +140,7 @@ def mixed(both: bool) -> Iterator[None]:
 def test_what_is_written_peft_reads(models: Any, name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     torch_model, model = models(name)
     adapter = noisy(model, targets)
-    peft.write(adapter, model, RANK, ALPHA, tmp_path / "adapter", "some/base")
+    write(adapter, model, RANK, ALPHA, tmp_path / "adapter", "some/base")
     both = name == "captioner" and len({path.startswith("decoder.") for path in adapter}) == 2
     with mixed(both):
         loaded = theirs.PeftModel.from_pretrained(torch_model, str(tmp_path / "adapter")).eval()
@@ -162,7 +164,7 @@ def test_what_is_written_peft_reads(models: Any, name: str, targets: tuple[str, 
 def test_every_linear_map_has_a_name(models: Any, name: str) -> None:
     """So that a run does not fail when its adapter is written."""
     torch_model, model = models(name)
-    names, inside = peft.modules(model), dict(torch_model.named_modules())
+    names, inside = peft.modules(rows(model)), dict(torch_model.named_modules())
     assert names.keys() == dict(lora.linears(model)).keys()
     assert all(now.format(i=1) in inside for now, _ in names.values())
 
@@ -177,8 +179,16 @@ def made(torch_model: Any, directory: Path, both: bool = False, **config: Any) -
     return adapted
 
 
+def rows(model: Any) -> list[Row]:
+    return families.of_model(model).format.rows(model.config, None)
+
+
+def write(adapter: lora.Adapter, model: Any, rank: int, alpha: float, directory: Path, base: str | None) -> None:
+    peft.write(adapter, rows(model), families.of_model(model).peft_task, rank, alpha, directory, base)
+
+
 def read(directory: Path, model: Any) -> lora.Adapter:
-    return peft.read(directory, model, dict(lora.linears(model)))
+    return peft.read(directory, rows(model), dict(lora.linears(model)))
 
 
 def agree(model: Any, adapter: lora.Adapter, expected: np.ndarray) -> None:
@@ -255,7 +265,7 @@ def test_written_then_read_is_equal_and_the_scale_is_in_it(models: Any, tmp_path
     for name in ("t5", "vit", "captioner"):
         model = models(name)[1]
         adapter = noisy(model, ("*",))
-        peft.write(adapter, model, RANK, ALPHA, tmp_path / name, None)
+        write(adapter, model, RANK, ALPHA, tmp_path / name, None)
         again = read(tmp_path / name, model)
         assert again.keys() == adapter.keys()
         for path, one in adapter.items():
@@ -266,7 +276,7 @@ def test_written_then_read_is_equal_and_the_scale_is_in_it(models: Any, tmp_path
 def test_an_adapter_in_bfloat16_is_read(models: Any, tmp_path: Path) -> None:
     model = models("t5")[1]
     adapter = noisy(model)
-    peft.write(adapter, model, RANK, float(RANK), tmp_path, None)
+    write(adapter, model, RANK, float(RANK), tmp_path, None)
     file = tmp_path / peft.WEIGHTS
     save_file({key: array.astype(ml_dtypes.bfloat16) for key, array in load_file(file).items()}, file)
     again = read(tmp_path, model)
@@ -277,7 +287,7 @@ def test_an_adapter_in_bfloat16_is_read(models: Any, tmp_path: Path) -> None:
 def test_gradients_are_pefts(models: Any, tmp_path: Path) -> None:
     torch_model, model = models("t5")
     adapter = noisy(model, ("*.attention.[qv]", "*.cross.o", "*.mlp.wi"))
-    peft.write(adapter, model, RANK, ALPHA, tmp_path / "adapter", None)
+    write(adapter, model, RANK, ALPHA, tmp_path / "adapter", None)
     loaded = theirs.PeftModel.from_pretrained(torch_model, str(tmp_path / "adapter"), is_trainable=True).eval()
     ids, mask, labels = (torch.tensor(array).long() for array in (IDS, VALID, LABELS))
     out = loaded(input_ids=ids, attention_mask=mask, labels=labels)
@@ -293,7 +303,7 @@ def test_gradients_are_pefts(models: Any, tmp_path: Path) -> None:
 
     value, gradient = graded(adapter, model)
     np.testing.assert_allclose(float(value), out.loss.item(), rtol=1e-5)
-    peft.write(gradient, model, RANK, ALPHA, tmp_path / "gradient", None)
+    write(gradient, model, RANK, ALPHA, tmp_path / "gradient", None)
     found = load_file(tmp_path / "gradient" / peft.WEIGHTS)
     expected = {
         key.replace(".default", ""): value.grad.numpy()
@@ -307,7 +317,7 @@ def test_gradients_are_pefts(models: Any, tmp_path: Path) -> None:
 
 def written(model: Any, directory: Path, **changes: Any) -> Path:
     """An adapter of ours whose configuration is changed."""
-    peft.write(noisy(model), model, RANK, ALPHA, directory, None)
+    write(noisy(model), model, RANK, ALPHA, directory, None)
     config = json.loads((directory / peft.CONFIG).read_text())
     (directory / peft.CONFIG).write_text(json.dumps(config | changes))
     return directory
@@ -404,29 +414,29 @@ def test_a_failed_write_leaves_what_was_there(models: Any, tmp_path: Path, monke
     model = models("t5")[1]
     target, adapter = tmp_path / "adapter", noisy(model)
     with pytest.raises(InputError, match=r"ranks 3 and 3, not 6"):
-        peft.write(adapter, model, 6, ALPHA, target, None)
+        write(adapter, model, 6, ALPHA, target, None)
     with pytest.raises(InputError, match=r"no layers\.attention\.qkv to add to"):
-        peft.write(noisy(models("gpt2")[1]), model, RANK, ALPHA, target, None)
+        write(noisy(models("gpt2")[1]), model, RANK, ALPHA, target, None)
     with pytest.raises(InputError, match="adds to nothing"):
-        peft.write({}, model, RANK, ALPHA, target, None)
+        write({}, model, RANK, ALPHA, target, None)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
         patch.setattr("safetensors.numpy.save_file", full)
-        peft.write(adapter, model, RANK, ALPHA, target, None)
+        write(adapter, model, RANK, ALPHA, target, None)
     assert list(tmp_path.iterdir()) == []
 
-    peft.write(adapter, model, RANK, ALPHA, target, None)
+    write(adapter, model, RANK, ALPHA, target, None)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     assert before.keys() == {peft.CONFIG, peft.WEIGHTS}
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
         patch.setattr(files, "sync", full)
-        peft.write(adapter, model, RANK, 2 * ALPHA, target, None)
+        write(adapter, model, RANK, 2 * ALPHA, target, None)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
     with pytest.raises(InputError, match="is no checkpoint"):
-        peft.write(adapter, model, RANK, ALPHA, tmp_path / "notes", None)
+        write(adapter, model, RANK, ALPHA, tmp_path / "notes", None)

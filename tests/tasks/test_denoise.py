@@ -8,6 +8,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 
+from flaxen import families
 from flaxen.data.corpus import Corpus
 from flaxen.data.span_corruption import restore
 from flaxen.data.store import Tokens, open_corpus
@@ -41,7 +42,7 @@ def corpus(text: Path, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
 
 @pytest.fixture(scope="module")
 def task(text: Path) -> Denoise:
-    return Denoise(TINY, OBJECTIVE, BYTES, *corpus(text, BYTES), 7)
+    return Denoise(families.T5, TINY, OBJECTIVE, BYTES, *corpus(text, BYTES), 7)
 
 
 def assert_same(one: Batch, other: Batch) -> None:
@@ -57,7 +58,7 @@ def raw(task: Denoise, batch: Batch) -> list[str]:
 
 
 def test_a_batch_is_a_function_of_its_number(task: Denoise, text: Path) -> None:
-    again = Denoise(TINY, OBJECTIVE, ByteTokenizer(), *corpus(text, BYTES), 7)
+    again = Denoise(families.T5, TINY, OBJECTIVE, ByteTokenizer(), *corpus(text, BYTES), 7)
     for step in (0, 1, 5000):
         batch = task.batch(step, 12)
         assert batch["input_ids"].shape == (12, task.lengths.inputs)
@@ -66,7 +67,7 @@ def test_a_batch_is_a_function_of_its_number(task: Denoise, text: Path) -> None:
         assert_same(batch, again.batch(step, 12))
         for rows in (slice(0, 5), slice(5, 12), slice(3, 4), slice(12, 12)):
             assert_same(task.batch(step, 12, rows), {name: array[rows] for name, array in batch.items()})
-    other = Denoise(TINY, OBJECTIVE, BYTES, *corpus(text, BYTES), 8)
+    other = Denoise(families.T5, TINY, OBJECTIVE, BYTES, *corpus(text, BYTES), 8)
     assert raw(task, task.batch(0, 12)) != raw(other, other.batch(0, 12))
 
 
@@ -82,9 +83,9 @@ def test_an_epoch_has_each_example_once(task: Denoise) -> None:
 def test_noise_differs_by_step_and_from_evaluation(text: Path) -> None:
     """Of one and the same text: five validation examples, trained on as well."""
     _, held = corpus(text, BYTES)
-    lengths = Denoise(TINY, OBJECTIVE, BYTES, held, held, 7).lengths
+    lengths = Denoise(families.T5, TINY, OBJECTIVE, BYTES, held, held, 7).lengths
     few = Tokens(held.store, held.first, held.first + 5 * lengths.raw)
-    task = Denoise(TINY, OBJECTIVE, BYTES, few, few, 7)
+    task = Denoise(families.T5, TINY, OBJECTIVE, BYTES, few, few, 7)
     assert (task.examples, task.validation_examples) == (5, 5)
 
     def by_text(batch: Batch) -> dict[str, bytes]:
@@ -132,7 +133,7 @@ def test_metrics(task: Denoise, text: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert task.metrics(Sums(*map(np.float64, (1e6, 0.0, 1.0))))["perplexity"] < math.inf
     pieces = bpe(text, tmp_path)
-    assert "bits_per_byte" not in Denoise(TINY, OBJECTIVE, pieces, *corpus(text, pieces), 0).metrics(sums)
+    assert "bits_per_byte" not in Denoise(families.T5, TINY, OBJECTIVE, pieces, *corpus(text, pieces), 0).metrics(sums)
 
 
 def bpe(text: Path, directory: Path, sentinels: int = 20) -> Tokenizer:
@@ -147,7 +148,7 @@ def bpe(text: Path, directory: Path, sentinels: int = 20) -> Tokenizer:
 def test_an_example_as_text(kind: str, text: Path, tmp_path: Path) -> None:
     """The original is a part of the corpus, and the two sides hold all of it between their numbered holes."""
     tokenizer = ByteTokenizer() if kind == "bytes" else bpe(text, tmp_path)
-    task = Denoise(TINY, OBJECTIVE, tokenizer, *corpus(text, tokenizer), 3)
+    task = Denoise(families.T5, TINY, OBJECTIVE, tokenizer, *corpus(text, tokenizer), 3)
     corpus_text = text.read_text().replace("\n", "")
     assert task.lengths.spans > 1
     for row in range(8):
@@ -162,18 +163,18 @@ def test_an_example_as_text(kind: str, text: Path, tmp_path: Path) -> None:
 
 def test_spans_are_longer_in_bytes(text: Path, tmp_path: Path) -> None:
     usual, pieces = Objective(512), bpe(text, tmp_path, sentinels=100)
-    assert Denoise(TINY, usual, BYTES, *corpus(text, BYTES), 0).lengths.spans == round(568 * 0.15 / 20)
-    assert Denoise(TINY, usual, pieces, *corpus(text, pieces), 0).lengths == (568, 85, 28, 512, 114)
+    assert Denoise(families.T5, TINY, usual, BYTES, *corpus(text, BYTES), 0).lengths.spans == round(568 * 0.15 / 20)
+    assert Denoise(families.T5, TINY, usual, pieces, *corpus(text, pieces), 0).lengths == (568, 85, 28, 512, 114)
 
 
 def test_what_cannot_be_trained_on(text: Path, tmp_path: Path) -> None:
     train, validation = corpus(text, BYTES)
     short = Tokens(train.store, 0, 10)
     with pytest.raises(InputError, match="training text has 10 tokens, fewer than the 34 of one example"):
-        Denoise(TINY, OBJECTIVE, BYTES, short, validation, 0)
-    assert Denoise(TINY, OBJECTIVE, BYTES, train, short, 0).validation_examples == 0
+        Denoise(families.T5, TINY, OBJECTIVE, BYTES, short, validation, 0)
+    assert Denoise(families.T5, TINY, OBJECTIVE, BYTES, train, short, 0).validation_examples == 0
     with pytest.raises(InputError, match="have 127 holes and the tokenizer only 100 sentinels"):
-        Denoise(TINY, Objective(256, density=0.5, mean_span=1.0), BYTES, train, validation, 0)
+        Denoise(families.T5, TINY, Objective(256, density=0.5, mean_span=1.0), BYTES, train, validation, 0)
     bare = bpe(text, tmp_path, sentinels=0)
     with pytest.raises(InputError, match="the tokenizer has no sentinels"):
-        Denoise(TINY, OBJECTIVE, bare, train, validation, 0)
+        Denoise(families.T5, TINY, OBJECTIVE, bare, train, validation, 0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flaxen import families
 from flaxen.data.pair_store import open_pairs
 from flaxen.data.pairs import Pairs
 from flaxen.data.tokenizers import ByteTokenizer
@@ -48,7 +49,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(material: Path, config: Config = TINY, writing: Writing = SILENT, **objective: Any) -> Seq2Seq:
     pairs = Pairs(train=(str(material / "pairs.jsonl"),), validation_percent=20.0, cache=material / "cache")
     chosen = dataclasses.replace(OBJECTIVE, **objective)
-    return Seq2Seq(config, chosen, writing, BYTES, *open_pairs(pairs, BYTES), 3)
+    return Seq2Seq(families.T5, config, chosen, writing, BYTES, *open_pairs(pairs, BYTES), 3)
 
 
 def texts(task: Seq2Seq, batch: dict[str, np.ndarray]) -> list[tuple[str, str]]:
@@ -108,7 +109,7 @@ def test_evaluation_is_exact_whatever_the_batch(material: Path, size: int) -> No
     model = initialise(T5(TINY), 0)
     tasks = [make(material), make(material, batching="packed")]
     seen = [both for batch in tasks[0].evaluation(size) for both in texts(tasks[0], batch) if both[0]]
-    assert len(seen) == len(set(seen)) == tasks[0].validation_pairs == 12
+    assert len(seen) == len(set(seen)) == tasks[0].validation_examples == 12
     whole = evaluate(tasks[0], scorer(tasks[0]), model, 12)
     for task in tasks:
         assert evaluate(task, scorer(task), model, size) == pytest.approx(whole, rel=1e-5)

@@ -13,7 +13,7 @@ import pytest
 
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
-from flaxen.tasks.task import Batch
+from flaxen.tasks.task import Batch, Task
 from flaxen.train.loop import Diverged, evaluate, train
 from flaxen.train.run import Run
 from flaxen.train.settings import Optimizer, Schedule, Training
@@ -22,7 +22,7 @@ from flaxen.train.step import Stepper, scorer
 START, BEST = 3.0, 1.0  # where the number begins, and where the validation loss is least
 
 
-class Falling:
+class Falling(Task):
     """Training loss: value + w, so that w falls by the learning rate in each step. Validation loss: (w - 1)²."""
 
     examples, tokens, flops = 64, 4, 8.0
@@ -42,9 +42,6 @@ class Falling:
             rows = np.arange(first, first + size)
             yield {"value": rows[:, None].astype(np.float32), "weight": (rows < n)[:, None].astype(np.float32)}
 
-    def carry(self, rows: int) -> None:
-        return None
-
     def loss(self, model: Any, batch: dict[str, jax.Array], carry: None, key: jax.Array | None) -> tuple[Sums, None]:
         w, weight = model["w"][0], batch["weight"]
         each = batch["value"] + w if key is not None else jnp.square(w - BEST) + 0 * batch["value"]
@@ -56,9 +53,6 @@ class Falling:
             return {}
         path.write_text("written\n")
         return {"rougeL": float(jnp.square(model["w"][0] - BEST))}
-
-    def divisor(self, batch: dict[str, Any]) -> None:
-        return None
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         return {"loss": float(sums.loss / sums.weight), "accuracy": float(sums.correct / sums.weight)}

@@ -13,8 +13,8 @@ import pytest
 from conftest import random_batch
 from pictures import close
 
+from flaxen import families
 from flaxen.errors import InputError
-from flaxen.hf.families import of_config
 from flaxen.models import captioner, gpt2, vit
 from flaxen.models.captioner import Captioner
 from flaxen.models.gpt2 import GPT2
@@ -43,7 +43,7 @@ RANK, SCALE, STEPS = 3, 0.7, 30
 
 
 def made(config: Any) -> Any:
-    return initialise(of_config(config)(config), 0)
+    return initialise(families.of_config(config).model(config), 0)
 
 
 def noisy(model: Any, *targets: str) -> lora.Adapter:

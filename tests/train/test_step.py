@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import flaxen
+from flaxen import families
 from flaxen.data.corpus import Corpus
 from flaxen.data.store import open_corpus
 from flaxen.data.tokenizers import ByteTokenizer
@@ -37,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task_of(config: Config, text: Path) -> Denoise:
     tokenizer = ByteTokenizer()
     corpus = open_corpus(Corpus(train=(str(text),), cache=text.parent / "cache"), tokenizer)
-    return Denoise(config, Objective(input_length=64), tokenizer, *corpus, 0)
+    return Denoise(families.T5, config, Objective(input_length=64), tokenizer, *corpus, 0)
 
 
 def losses(stepper: Stepper, model: object) -> list[float]:

@@ -73,8 +73,8 @@ class BenchLanguage:
 
     def check(self) -> None:
         """Refuse before anything is measured, as that takes minutes to hours."""
-        from flaxen.cli.build import changed, find_preset
-        from flaxen.models import vq_config
+        from flaxen import families
+        from flaxen.cli.build import changed
 
         unknown = [name for name in self.models if name not in FORMS]
         if unknown or not self.models:
@@ -88,9 +88,9 @@ class BenchLanguage:
         if not self.lengths or min(self.lengths) < 1:
             got = " ".join(map(str, self.lengths)) or "none"
             raise InputError(f"--lengths are numbers of tokens, one or more of at least 1; got {got}")
-        preset = find_preset(self.preset)
-        if not isinstance(preset, vq_config.Config):
-            known = ", ".join(vq_config.PRESETS)
+        preset = families.preset(self.preset)
+        if families.of_config(preset) is not families.TRANSFORMER_VQ:
+            known = ", ".join(families.TRANSFORMER_VQ.presets)
             raise InputError(f"preset {self.preset!r} is no Transformer-VQ; choose one of {known}")
         for name in self.models:
             config = changed(preset, (*self.fields, *FORMS[name]))
@@ -176,12 +176,13 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from flaxen.cli.build import changed, find_preset
+    from flaxen import families
+    from flaxen.cli.build import changed
     from flaxen.models import vq_config, vq_lm
     from flaxen.nn.param import initialise
 
     jax.config.update("jax_enable_compilation_cache", False)
-    config = changed(find_preset(asked["preset"]), tuple(asked["fields"]))
+    config = changed(families.preset(asked["preset"]), tuple(asked["fields"]))
     length, update = asked["length"], asked["update"]
     model = initialise(vq_lm.VQLM(config), 0)
     draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""From settings to the things that train: tokenizer, model, data, task."""
+"""From settings to the things that train: tokenizer, model, data, task, stepper."""
 
 import dataclasses
 import sys
@@ -8,247 +8,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flaxen.cli.settings import CaptionSettings, DenoiseSettings, LanguageSettings, Seq2SeqSettings, Settings, Start
-from flaxen.data.captions import Captions, open_captions
+from flaxen import families
+from flaxen.cli.settings import Settings, Start
+from flaxen.cli.tasks import TASKS
 from flaxen.data.images import Processor
-from flaxen.data.pair_store import open_pairs
-from flaxen.data.store import open_corpus
-from flaxen.data.stream_store import open_streams
-from flaxen.data.streams import Streamed
-from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
-from flaxen.hf import families, files, peft
-from flaxen.hf.families import Model
-from flaxen.models import captioner, gpt2, t5, vit, vq_config, vq_lm
+from flaxen.families import Family
+from flaxen.hf import files, peft
+from flaxen.models.config import with_dropout
 from flaxen.nn.param import initialise
-from flaxen.pretrained import Pretrained, cache_compilations, load
-from flaxen.tasks.caption import Caption
-from flaxen.tasks.denoise import Denoise
-from flaxen.tasks.language import Language
-from flaxen.tasks.objective import CaptionObjective, LanguageObjective, Writing
-from flaxen.tasks.seq2seq import Seq2Seq
+from flaxen.pretrained import Pretrained, loading
+from flaxen.pretrained.loading import Stored
+from flaxen.tasks.task import Setup, Task
 from flaxen.train import lora
 from flaxen.train.optim import frozen
+from flaxen.train.run import RunFiles
 from flaxen.train.settings import LoRA
 from flaxen.train.step import Stepper
-from flaxen.tree import leaves, map_leaves
 
-TaskOf = Denoise | Seq2Seq | Caption | Language
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """What a run begins with, beside weights."""
-
-    config: Any
-    tokenizer: Tokenizer
-    generation: dict[str, Any]  # generation_config.json of the checkpoint it starts from
-    processor: Processor | None  # of pictures
-
-    @property
-    def model(self) -> Model:
-        """Its shapes."""
-        return families.of_config(self.config)(self.config)
-
-
-@dataclass(frozen=True)
-class Built:
-    """All that a run needs."""
-
-    begin: Beginning
-    task: TaskOf
-    stepper: Stepper
-    abstract: Any  # the shape of what is trained
-    initial: Callable[[], Any]  # what to start from, made when it is needed
-    export: Callable[[Any, Path], None]  # writes what is trained to a directory
-    facts: dict[str, Any]  # what the settings came to: data, lengths, sizes
-    finish: Callable[[Path], None] = lambda run: None  # what else a run directory gets at its end
-
-
-def build(settings: Settings) -> Built:
-    cache_compilations()
-    begin = start(settings.model)
-    task = make_task(settings, begin)
-    begin = dataclasses.replace(begin, config=task.config) if isinstance(task, Language) else begin
-    weights: Callable[[], Any] = partial(_initial, settings.model, begin.config, settings.training.seed)
-    if isinstance(task, Language):
-        if settings.model.init is not None and task.objective.codebooks == "data":
-            raise InputError("a checkpoint has its codebooks: leave out --objective.codebooks data, or model.init")
-        weights = partial(_started, task, weights)
-    make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
-    abstract = begin.model
-    facts = task.facts | {"model": dataclasses.asdict(begin.config)}
-    if not settings.lora.rank:
-        stepper = make()
-        frozen(settings.optimizer, abstract)  # globs that match nothing fail now
-        export = lambda model, directory: _whole(begin, model).save(directory)  # noqa: E731
-        finish = _draw_codebooks if isinstance(task, Language) and begin.config.attention == "vq" else lambda run: None
-        return Built(begin, task, stepper, abstract, weights, export, facts | {"steps": stepper.steps}, finish)
-    if settings.optimizer.name in ("adamw-rms", "adafactor"):
-        raise InputError(
-            f"optimizer {settings.optimizer.name} scales updates by the weights, and those of an adapter start at 0; "
-            "choose --optimizer.name adamw --optimizer.learning-rate 1e-3"
-        )
-    whole, merged = (partial(_with_adapter, how, settings.lora.scale) for how in (lora.attach, lora.merge))
-    stepper = make(whole, merged, weights)
-    adapter = lora.abstract(abstract, settings.lora)
-    initial = partial(lora.start, abstract, settings.lora, settings.training.seed)
-    export = partial(_write_adapter, settings.lora, abstract, settings.model.init)
-    return Built(begin, task, stepper, adapter, initial, export, facts | {"steps": stepper.steps})
-
-
-def _started(task: Language, weights: Callable[[], Any]) -> Any:
-    return task.started(weights())
-
-
-def _whole(begin: Beginning, model: Any) -> Pretrained:
-    return Pretrained(model, begin.tokenizer, begin.generation, begin.processor)
-
-
-def _with_adapter(how: Callable[..., Any], scale: float, adapter: Any, base: Any) -> Any:
-    return how(base, adapter, scale)
-
-
-def _write_adapter(settings: LoRA, model: Any, base: str | None, adapter: Any, directory: Path) -> None:
-    peft.write(adapter, model, settings.rank, settings.scale * settings.rank, directory, base)
-
-
-def make_task(settings: Settings, begin: Beginning) -> TaskOf:
-    """The data of a run, joined to its model."""
-    seed, tokenizer = settings.training.seed, begin.tokenizer
-    if isinstance(settings, CaptionSettings):
-        return captions_task(settings.data, settings.objective, settings.writing, begin, seed)
-    if isinstance(settings, LanguageSettings):
-        return language_task(settings.data, settings.objective, begin, seed)
-    check_kind(begin, t5.T5, "a T5, mT5, ByT5 or LongT5")
-    if isinstance(settings, DenoiseSettings):
-        return Denoise(begin.config, settings.objective, tokenizer, *open_corpus(settings.data, tokenizer), seed)
-    assert isinstance(settings, Seq2SeqSettings)
-    pairs = open_pairs(settings.data, tokenizer)
-    return Seq2Seq(begin.config, settings.objective, settings.writing, tokenizer, *pairs, seed)
-
-
-def captions_task(
-    data: Captions, objective: CaptionObjective, writing: Writing, begin: Beginning, seed: int
-) -> Caption:
-    check_kind(begin, captioner.Captioner, "a captioner, ViT + GPT-2")
-    assert begin.processor is not None
-    return Caption(begin.config, objective, writing, begin.tokenizer, begin.processor, *open_captions(data), seed)
-
-
-def language_task(
-    data: Streamed, objective: LanguageObjective, begin: Beginning, seed: int, split: str = "validation"
-) -> Language:
-    check_kind(begin, vq_lm.VQLM, "a Transformer-VQ")
-    opened = open_streams(data, begin.tokenizer)
-    config = begin.config
-    if config.image and opened.shape != config.image:
-        raise InputError(f"the model writes pictures of shape {config.image}, the data has {opened.shape or 'none'}")
-    if data.kind != "text" and not isinstance(begin.tokenizer, ByteTokenizer):
-        raise InputError(
-            f"data.kind {data.kind} reads bytes as they are, and this model's tokens are a vocabulary's; leave "
-            "--model.tokenizer out, or read the files with --data.kind text"
-        )
-    config = dataclasses.replace(config, image=opened.shape)
-    return Language(config, objective, begin.tokenizer, opened, seed, split)
-
-
-def _draw_codebooks(run: Path) -> None:
-    """A picture, if the library that draws is there."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        print("no codebooks.png: it needs matplotlib (pip install 'flaxen[plots]')", file=sys.stderr)
-        return
-    from flaxen.cli.plots import codebooks
-
-    model = load(run / "model").model
-    codebooks(model, run / "codebooks.png")
-
-
-def check_kind(begin: Beginning, kind: type, name: str) -> None:
-    if not isinstance(begin.model, kind):
-        raise InputError(f"this task is for {name}; the model is a {type(begin.model).__name__}")
-
-
-def start(model: Start) -> Beginning:
-    """Configuration, tokenizer and the like; no weights are read or made."""
-    generation: dict[str, Any] = {}
-    processor: Processor | None = None
-    for name in (one.partition("=")[0] for one in model.fields):
-        if name in ELSEWHERE:
-            raise InputError(f"model.fields {name}: {ELSEWHERE[name]}")
-        if model.init is not None and name not in ANY_WAY:
-            raise InputError(
-                f"model.fields {name}: a checkpoint is what it is; only {' and '.join(ANY_WAY)}, which say how a "
-                "Transformer-VQ is computed, can be changed"
-            )
-    if model.init is not None:
-        directory = files.locate(model.init)
-        stored = families.read(directory)
-        config, generation, processor = stored.config, stored.generation, Processor.read(directory)
-        config = changed(config, model.fields) if model.fields else config
-        tokenizer = named_tokenizer(model.tokenizer, config) if model.tokenizer else load_tokenizer(directory)
-        if tokenizer is None:
-            raise InputError(
-                f"{model.init} has no tokenizer files; name a tokenizer: --model.tokenizer, or --tokenizer of eval"
-            )
-        if tokenizer.size > getattr(config, "vocab_size", tokenizer.size):
-            raise InputError(
-                f"the tokenizer has {tokenizer.size:,} ids and the model of {model.init} only {config.vocab_size:,}; "
-                "they do not belong together"
-            )
-    else:
-        config = changed(_preset(model.preset) if model.preset else _config_file(model.config), model.fields)
-        if model.tokenizer is None and not (model.preset or "").startswith(("byt5", "vq")):
-            raise InputError(
-                "a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes"
-            )
-        tokenizer = named_tokenizer(model.tokenizer or "bytes", config)
-        config = _for_tokenizer(config, tokenizer)
-    config = families.computing(config, compute=model.compute, remat=model.remat)
-    if model.dropout is not None:
-        config = families.with_dropout(config, model.dropout)
-    if isinstance(config, captioner.Config):
-        config, processor = _for_pictures(config, processor, model.image_size)
-    elif model.image_size is not None:
-        raise InputError("model.image_size is for models that see pictures")
-    return Beginning(config, tokenizer, generation, processor)
-
-
-def _for_tokenizer(config: Any, tokenizer: Tokenizer) -> Any:
-    """Rows of the table come in multiples of 128, as T5's 32,128 for 32,100 ids do: products like it."""
-    if isinstance(config, captioner.Config):
-        return dataclasses.replace(config, decoder=_for_tokenizer(config.decoder, tokenizer))
-    ids: dict[str, Any] = {"pad_id": tokenizer.pad_id, "eos_ids": (tokenizer.eos_id,), "start_id": tokenizer.pad_id}
-    if isinstance(config, vq_config.Config):  # every text begins behind the end of another
-        return dataclasses.replace(config, vocab_size=tokenizer.size, **{**ids, "start_id": tokenizer.eos_id})
-    return dataclasses.replace(config, vocab_size=-(-tokenizer.size // 128) * 128, **ids)
-
-
-def _for_pictures(
-    config: captioner.Config, processor: Processor | None, size: int | None
-) -> tuple[captioner.Config, Processor]:
-    """For pictures of another size, both the encoder and what is done to pictures change."""
-    if size is None:
-        return config, processor or Processor.default(config.encoder.image_size)
-    encoder = dataclasses.replace(config.encoder, image_size=(size, size))
-    old = processor or Processor.default(size)
-    resized = dataclasses.replace(old, size=(size, size), shortest_edge=None, crop=None)
-    return dataclasses.replace(config, encoder=encoder), resized
-
-
-def named_tokenizer(name: str, config: Any = None) -> Tokenizer:
-    """Of a directory or the hub; or bytes, as a model of this configuration has them."""
-    if name == "bytes":
-        return ByteTokenizer.plain() if isinstance(config, vq_config.Config) else ByteTokenizer()
-    tokenizer = load_tokenizer(files.locate(name))
-    if tokenizer is None:
-        raise InputError(f"{name} holds no tokenizer (tokenizer.json, spiece.model or tokenizer_config.json)")
-    return tokenizer
-
-
-# Fields of a configuration that something else says, and what.
+# Fields of a configuration that something else decides, and what.
 ELSEWHERE = {
     "compute": "that is --model.compute",
     "remat": "that is --model.remat",
@@ -258,8 +37,202 @@ ELSEWHERE = {
     "start_id": "the tokenizer says it",
     "image": "the data says it",
 }
-ANY_WAY = ("block", "form")  # fields that change no result, so that a checkpoint can have others
-PRESETS: dict[str, Any] = {**t5.PRESETS, **gpt2.PRESETS, **vit.PRESETS, **vq_config.PRESETS}
+
+
+@dataclass(frozen=True)
+class OpenedSetup(Setup):
+    """A setup, and where its weights come from."""
+
+    stored: Stored | None = None  # the checkpoint that it starts from
+
+    def weights(self, config: Any, adapter: str | None = None, seed: int = 0) -> Any:
+        """The initial model, computed as `config` says: read from the checkpoint, or random."""
+        if self.stored is None:
+            return initialise(self.family.model(config), seed)
+        return self.stored.weights(config, adapter=adapter)
+
+    def pretrained(self, model: Any) -> Pretrained:
+        """A model with what belongs to it, to be saved."""
+        return Pretrained(model, self.tokenizer, self.generation, self.processor)
+
+
+@dataclass(frozen=True)
+class Built:
+    """All that a run needs."""
+
+    task: Task
+    stepper: Stepper
+    abstract: Any  # the shape of what is trained
+    initial: Callable[[], Any]  # what to start from, made when it is needed
+    export: Callable[[Any, Path], None]  # writes what is trained to a directory
+    facts: dict[str, Any]  # what the settings came to: data, lengths, sizes
+    finish: Callable[[RunFiles], None]  # what else a run directory gets at its end
+
+
+def build(settings: Settings) -> Built:
+    """Read the checkpoint's configuration and the data, and put the run together; weights come later."""
+    begin = setup(settings.model)
+    task = open_task(settings, begin)
+    abstract, seed = begin.family.model(task.config), settings.training.seed
+
+    def weights() -> Any:
+        return task.start(begin.weights(task.config, seed=seed))
+
+    make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
+    facts = task.facts | {"model": dataclasses.asdict(task.config)}
+    if settings.lora.rank:
+        return _with_lora(settings, begin, task, abstract, weights, make, facts)
+    stepper = make()
+    frozen(settings.optimizer, abstract)  # globs that match nothing fail now
+
+    def export(model: Any, directory: Path) -> None:
+        begin.pretrained(model).save(directory)
+
+    finish = _draw_codebooks if getattr(task.config, "attention", "") == "vq" else _nothing_else
+    return Built(task, stepper, abstract, weights, export, facts | {"steps": stepper.steps}, finish)
+
+
+def _with_lora(
+    settings: Settings, begin: OpenedSetup, task: Task, abstract: Any, weights: Any, make: Any, facts: dict[str, Any]
+) -> Built:
+    """What is trained is an adapter; the weights are its base."""
+    chosen: LoRA = settings.lora
+    if settings.optimizer.name in ("adamw-rms", "adafactor"):
+        raise InputError(
+            f"optimizer {settings.optimizer.name} scales updates by the weights, and those of an adapter start at 0; "
+            "choose --optimizer.name adamw --optimizer.learning-rate 1e-3"
+        )
+
+    def whole(adapter: Any, base: Any) -> Any:
+        return lora.attach(base, adapter, chosen.scale)
+
+    def merged(adapter: Any, base: Any) -> Any:
+        return lora.merge(base, adapter, chosen.scale)
+
+    def export(adapter: Any, directory: Path) -> None:
+        rows, alpha = begin.family.format.rows(task.config, None), chosen.scale * chosen.rank
+        peft.write(adapter, rows, begin.family.peft_task, chosen.rank, alpha, directory, settings.model.init)
+
+    stepper = make(whole, merged, weights)
+    initial = partial(lora.start, abstract, chosen, settings.training.seed)
+    shapes = lora.abstract(abstract, chosen)
+    return Built(task, stepper, shapes, initial, export, facts | {"steps": stepper.steps}, _nothing_else)
+
+
+def open_task(settings: Settings, begin: OpenedSetup) -> Task:
+    """The data of a run, joined to its model."""
+    check_supported(settings.task, begin.family)
+    return TASKS[settings.task].load().open(begin, settings, settings.training.seed)
+
+
+def open_evaluation(name: str, asked: Any, begin: OpenedSetup, split: str) -> Task:
+    """The data to evaluate on, joined to a model. With files of its own, nothing else is read."""
+    check_supported(name, begin.family)
+    task: type[Task] = TASKS[name].load()
+    own, data = getattr(asked.data, split), asked.data
+    if not (own or data.train or data.dataset):
+        raise InputError(f"there is nothing to evaluate on; name files with --data.{split}, or --data.train")
+    if own and not data.dataset and not (split == "test" and data.train):
+        asked = dataclasses.replace(asked, data=dataclasses.replace(data, train=own))
+    opened = task.open(begin, asked, getattr(asked, "seed", 0), split, training=False)
+    if not opened.validation_examples:
+        raise InputError(f"there is nothing to evaluate on; name files with --data.{split}{opened.too_short()}")
+    return opened
+
+
+def check_supported(task: str, family: Family) -> None:
+    if task not in family.tasks:
+        raise InputError(f"the task {task} is for {families.supporting(task)}; the model is a {family.name}")
+
+
+def _nothing_else(files: RunFiles) -> None:
+    """Most runs are complete without."""
+
+
+def _draw_codebooks(files: RunFiles) -> None:
+    """A plot, if the library that draws is there."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        print("no codebooks.png: it needs matplotlib (pip install 'flaxen[plots]')", file=sys.stderr)
+        return
+    from flaxen.cli.plots import codebooks
+
+    codebooks(loading.load(files.model).model, files.codebooks)
+
+
+def setup(model: Start) -> OpenedSetup:
+    """Configuration, tokenizer and the like; no weights are read or made."""
+    _check_fields(model)
+    stored: Stored | None = None
+    if model.init is not None:
+        stored = loading.read(files.locate(model.init))
+        family, config = stored.family, stored.config
+        unchangeable = [name for name in _names(model) if name not in family.changeable]
+        if unchangeable:
+            can = f"only {' and '.join(family.changeable)}" if family.changeable else "none"
+            raise InputError(f"model.fields {unchangeable[0]}: a checkpoint is what it is; {can} can be changed")
+        config = changed(config, model.fields)
+        tokenizer = named_tokenizer(model.tokenizer, family) if model.tokenizer else stored.tokenizer()
+        if tokenizer is None:
+            raise InputError(
+                f"{model.init} has no tokenizer files; name a tokenizer: --model.tokenizer, or --tokenizer of eval"
+            )
+        loading.check_tokenizer(tokenizer, config, model.init)
+    else:
+        config = changed(families.preset(model.preset) if model.preset else _config_file(model.config), model.fields)
+        family = families.of_config(config)
+        tokenizer = _tokenizer_of_new(model, family)
+        if hasattr(config, "for_vocabulary"):
+            config = config.for_vocabulary(tokenizer.size, tokenizer.pad_id, tokenizer.eos_id)
+    config = loading.computed_in(config, model.compute, remat=model.remat)
+    config = config if model.dropout is None else with_dropout(config, model.dropout)
+    config, processor = _for_images(config, family, stored.processor if stored else None, model.image_size)
+    return OpenedSetup(family, config, tokenizer, stored.generation if stored else {}, processor, stored)
+
+
+def _names(model: Start) -> list[str]:
+    return [one.partition("=")[0] for one in model.fields]
+
+
+def _check_fields(model: Start) -> None:
+    for name in _names(model):
+        if name in ELSEWHERE:
+            raise InputError(f"model.fields {name}: {ELSEWHERE[name]}")
+
+
+def _tokenizer_of_new(model: Start, family: Family) -> Tokenizer:
+    """The tokenizer of a model that starts from random weights."""
+    bytewise = family.byte_presets is not None and (model.preset or "").startswith(family.byte_presets)
+    if model.tokenizer is None and not bytewise:
+        raise InputError("a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes")
+    return named_tokenizer(model.tokenizer or "bytes", family)
+
+
+def _for_images(
+    config: Any, family: Family, processor: Processor | None, size: int | None
+) -> tuple[Any, Processor | None]:
+    """For images of another size, both the encoder and what is done to images change."""
+    if family.prompting.reads != "image" or not family.parts:
+        if size is not None:
+            raise InputError("model.image_size is for models that see images")
+        return config, None
+    if size is None:
+        return config, processor or Processor.default(config.encoder.image_size)
+    encoder = dataclasses.replace(config.encoder, image_size=(size, size))
+    old = processor or Processor.default(size)
+    resized = dataclasses.replace(old, size=(size, size), shortest_edge=None, crop=None)
+    return dataclasses.replace(config, encoder=encoder), resized
+
+
+def named_tokenizer(name: str, family: Family = families.T5) -> Tokenizer:
+    """The tokenizer of a directory or hub id; or bytes, as models of this family have them."""
+    if name == "bytes":
+        return family.bytes()
+    tokenizer = load_tokenizer(files.locate(name))
+    if tokenizer is None:
+        raise InputError(f"{name} holds no tokenizer (tokenizer.json, spiece.model or tokenizer_config.json)")
+    return tokenizer
 
 
 def changed(config: Any, fields: tuple[str, ...]) -> Any:
@@ -283,22 +256,6 @@ def changed(config: Any, fields: tuple[str, ...]) -> Any:
         raise InputError(f"model.fields: {error}") from None
 
 
-def _preset(name: str) -> Any:
-    """A preset; 'vit-…+gpt2-…' is a captioner of two."""
-    parts = [find_preset(part) for part in name.split("+")]
-    if len(parts) == 1:
-        return parts[0]
-    if len(parts) != 2 or not isinstance(parts[0], vit.Config) or not isinstance(parts[1], gpt2.Config):
-        raise InputError(f"preset {name!r}: a captioner is a ViT and a GPT-2, such as vit-mini+gpt2-mini")
-    return captioner.Config(parts[0], dataclasses.replace(parts[1], cross=True))
-
-
-def find_preset(name: str) -> Any:
-    if name not in PRESETS:
-        raise InputError(f"no preset {name!r}{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
 def _config_file(path: Path | None) -> Any:
     assert path is not None
     if path.is_dir():
@@ -306,16 +263,4 @@ def _config_file(path: Path | None) -> Any:
     if not path.is_file():
         raise InputError(f"no file {path}; --model.config is a config.json")
     json = files.read_json(path)
-    return families.family_named(json, path).read_config(json, None)
-
-
-def _initial(model: Start, config: Any, seed: int) -> Model:
-    abstract = families.of_config(config)(config)
-    if model.init is None:
-        return initialise(abstract, seed)
-    loaded = load(model.init).model
-    weights = leaves(loaded)
-    if isinstance(loaded, captioner.Captioner) and loaded.config.encoder.image_size != config.encoder.image_size:
-        seeing = vit.resized(loaded.encoder, config.encoder.image_size)
-        weights |= {f"encoder.{path}": leaf for path, leaf in leaves(seeing).items()}
-    return map_leaves(lambda path, _: weights[path], abstract)
+    return families.of_json(json, path).format.read_config(json, None)

@@ -25,7 +25,7 @@ class Compose:
 
         made = compose(load(self.encoder), load(self.decoder), self.seed)
         made.save(self.out)
-        new = "cross-attention" if made.model.bridge is None else "cross-attention and the bridge"  # type: ignore[union-attr]
+        new = "cross-attention" if made.model.bridge is None else "cross-attention and the bridge"
         print(f"a captioner is in {self.out}; its {new} is untrained: flaxen train caption --model.init {self.out} …")
         if made.tokenizer is None:
             print(f"{self.decoder} has no tokenizer; name one when you train, with --model.tokenizer", file=sys.stderr)

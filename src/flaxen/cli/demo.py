@@ -1,7 +1,6 @@
 """flaxen demo: from the text in a Python installation to a model that fills blanks, in a few minutes on a CPU."""
 
 import ast
-import json
 import random
 import re
 import sysconfig
@@ -12,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flaxen.cli.settings import Start
-from flaxen.cli.train import TrainDenoise
+from flaxen.cli.settings import DenoiseSettings, Start
+from flaxen.cli.train import Train
 from flaxen.cli.vocab import Vocab
 from flaxen.data.corpus import Corpus
 from flaxen.tasks.objective import Objective
+from flaxen.train.run import RunFiles
 from flaxen.train.settings import Optimizer, Schedule, Training
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Demo:
 
         console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
         corpus, vocabulary, run = self.out / "corpus.txt", self.out / "vocabulary", self.out / "run"
+        files = RunFiles(run)
         self.out.mkdir(parents=True, exist_ok=True)
 
         console.print("\n[bold]1. A corpus: the documentation that Python carries[/bold]")
@@ -67,7 +68,7 @@ class Demo:
             "It starts from random weights and two habits, which a large model finds in its first thousands of steps:\n"
             "a hole looks at its neighbours, and the writer looks for the hole of the same number."
         )
-        command = TrainDenoise(
+        settings = DenoiseSettings(
             out=run,
             model=Start(init=str(start)),
             data=data,
@@ -77,18 +78,18 @@ class Demo:
             schedule=Schedule("cosine"),
             training=Training(steps=self.steps, batch_size=16, log_every=200, eval_every=600, save_every=600),
         )
-        flags = f"--recipe {run / 'config.toml'}"
+        flags = f"--recipe {files.config}"
         console.print(f"$ flaxen train denoise {flags}", style="dim", markup=False)
-        command.run(set())
-        _curve(console, run / "metrics.jsonl")
+        Train(settings).run(set())
+        _curve(console, files)
 
         console.print("\n[bold]4. Blanks in sentences that it has not seen[/bold]")
         held_out = paragraphs[: round(len(paragraphs) * data.validation_percent / 100)]
-        _fill(console, load(run / "model"), held_out, paragraphs[len(held_out) :])
+        _fill(console, load(files.model), held_out, paragraphs[len(held_out) :])
 
         console.print(f"\n[bold]5. What you have[/bold] after {time.monotonic() - started:.0f} s")
         console.print(
-            f"{run / 'model'}  a checkpoint in Hugging Face's form: transformers loads it too\n"
+            f"{files.model}  a checkpoint in Hugging Face's form: transformers loads it too\n"
             f"{run}  settings, metrics, checkpoints; kill the training at any moment and run it again\n\n"
             "Next, on text of your own:\n"
             "  flaxen vocab my-vocabulary --data.train 'my-texts/*.txt'\n"
@@ -96,7 +97,7 @@ class Demo:
             "--data.train 'my-texts/*.txt'\n"
             "  flaxen train denoise --out my-run --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary "
             "--data.train 'my-texts/*.txt'\n"
-            f"  flaxen generate {run / 'model'} --text 'The function returns the <extra_id_0> of the list.'",
+            f"  flaxen generate {files.model} --text 'The function returns the <extra_id_0> of the list.'",
             markup=False,
         )
 
@@ -150,11 +151,11 @@ def _head_start(vocabulary: Path) -> "Pretrained":
     return Pretrained(map_leaves(lambda path, leaf: habits.get(path, leaf), model), tokenizer)
 
 
-def _curve(console: "Console", metrics: Path) -> None:
+def _curve(console: "Console", files: RunFiles) -> None:
     """The validation records as a table with bars."""
     from rich.table import Table
 
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    records = files.records()
     records = [record for record in records if record["kind"] == "eval"]
     table = Table("step", "loss", "perplexity", "accuracy", "perplexity, as a bar", box=None)
     largest = max(record["perplexity"] for record in records)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flaxen.atomic import whole_file
-from flaxen.cli.settings import Start
-from flaxen.cli.train import TrainCaption
+from flaxen.cli.settings import CaptionSettings, Start
+from flaxen.cli.train import Train
 from flaxen.data.captions import Captions
 from flaxen.tasks.objective import CaptionObjective, Writing
+from flaxen.train.run import RunFiles
 from flaxen.train.settings import Optimizer, Schedule, Training
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class DemoCaption:
         self.out.mkdir(parents=True, exist_ok=True)
         tables = {name: self.out / "pictures" / f"{name}.jsonl" for name in ("train", "validation")}
         vocabulary, run = self.out / "vocabulary", self.out / "run"
+        files = RunFiles(run)
 
         console.print("\n[bold]1. Pictures: a large and a small shape, side by side[/bold]")
         train, held_out = scenes()
@@ -74,7 +76,7 @@ class DemoCaption:
             _write_vocabulary(vocabulary)
 
         console.print("\n[bold]2. Training: write the caption of a picture[/bold]")
-        command = TrainCaption(
+        settings = CaptionSettings(
             out=run,
             model=Start(preset="vit-tiny+gpt2-tiny", tokenizer=str(vocabulary), image_size=SIZE, dropout=0.0),
             data=Captions(train=(str(tables["train"]),), validation=(str(tables["validation"]),)),
@@ -84,11 +86,11 @@ class DemoCaption:
             schedule=Schedule("cosine"),
             training=Training(steps=self.steps, batch_size=32, log_every=100, eval_every=350, save_every=350),
         )
-        console.print(f"$ flaxen train caption --recipe {run / 'config.toml'}", style="dim", markup=False)
-        command.run(set())
+        console.print(f"$ flaxen train caption --recipe {files.config}", style="dim", markup=False)
+        Train(settings).run(set())
 
         console.print("\n[bold]3. Scenes that it has not seen[/bold]")
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        records = files.records()
         records = [record for record in records if record["kind"] == "eval"]
         table = Table("step", "loss", "CIDEr", "exact match", "exact match, as a bar", box=None)
         for record in records:
@@ -96,7 +98,7 @@ class DemoCaption:
             numbers = f"{record['loss']:.3f}", f"{record['cider']:.2f}", f"{record['exact_match']:.1f} %"
             table.add_row(str(record["step"]), *numbers, bar)
         console.print(table)
-        path = run / "predictions" / f"step-{records[-1]['step']}.jsonl"
+        path = files.new_predictions(records[-1]["step"])
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         right = [line for line in lines if line["prediction"] in line["references"]]
         wrong = [line for line in lines if line["prediction"] not in line["references"]]
@@ -110,9 +112,9 @@ class DemoCaption:
         console.print(f"\n[bold]4. What you have[/bold] after {time.monotonic() - started:.0f} s")
         console.print(
             f"{path.with_suffix('.html')}  the pictures with their captions: open it in a browser\n"
-            f"{run / 'model'}  a checkpoint in Hugging Face's form: a VisionEncoderDecoderModel\n\n"
+            f"{files.model}  a checkpoint in Hugging Face's form: a VisionEncoderDecoderModel\n\n"
             "Next:\n"
-            f"  flaxen generate {run / 'model'} --image {tables['train'].parent / lines[0]['image']} --num-beams 4\n"
+            f"  flaxen generate {files.model} --image {tables['train'].parent / lines[0]['image']} --num-beams 4\n"
             "  flaxen compose google/vit-base-patch16-224-in21k gpt2 my-captioner\n"
             "  flaxen train caption --out my-run --model.init my-captioner --data.train my-pictures/ --lora.rank 8",
             markup=False,

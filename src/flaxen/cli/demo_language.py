@@ -1,6 +1,5 @@
 """flaxen demo language: a Transformer-VQ learns the documentation of Python byte by byte, and writes some."""
 
-import json
 import lzma
 import random
 import time
@@ -8,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flaxen.cli.settings import Start
-from flaxen.cli.train import TrainLanguage
+from flaxen.cli.settings import LanguageSettings, Start
+from flaxen.cli.train import Train
 from flaxen.data.streams import Streamed
 from flaxen.tasks.objective import LanguageObjective
+from flaxen.train.run import RunFiles
 from flaxen.train.settings import Optimizer, Schedule, Training
 
 PROMPTS = ("The function returns", "If the argument is ")
@@ -36,6 +36,7 @@ class DemoLanguage:
 
         console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
         corpus, run = self.out / "corpus.bin", self.out / "run"
+        files = RunFiles(run)
         self.out.mkdir(parents=True, exist_ok=True)
 
         console.print("\n[bold]1. Bytes: the documentation that Python carries[/bold]")
@@ -51,7 +52,7 @@ class DemoLanguage:
         )
 
         console.print("\n[bold]2. Training: predict the next byte[/bold]")
-        command = TrainLanguage(
+        settings = LanguageSettings(
             out=run,
             model=Start(preset="vq-tiny"),
             data=Streamed(train=(str(corpus),), kind="bytes", shares=(95.0, 5.0, 0.0)),
@@ -62,18 +63,17 @@ class DemoLanguage:
                 steps=self.steps, batch_size=8, log_every=50, eval_every=50, eval_examples=24, save_every=100
             ),
         )
-        console.print(f"$ flaxen train language --recipe {run / 'config.toml'}", style="dim", markup=False)
-        command.run(set())
+        console.print(f"$ flaxen train language --recipe {files.config}", style="dim", markup=False)
+        Train(settings).run(set())
         table = Table("step", "bits per byte", "as a bar, to 8", box=None)
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in files.records():
             if record["kind"] == "eval":
                 bits = record["bits_per_byte"]
                 table.add_row(str(record["step"]), f"{bits:.3f}", "█" * max(1, round(5 * bits)))
         console.print(table)
 
         console.print("\n[bold]3. What it writes[/bold], sampled, as it is made")
-        model = load(run / "model")
+        model = load(files.model)
         for seed, prompt in enumerate(PROMPTS):
             console.print(f"[bold]{prompt}[/bold]", end="")
             asked: dict[str, Any] = {
@@ -92,11 +92,11 @@ class DemoLanguage:
         size = vq_lm.state_bytes(memory.state) / 1e6
         console.print(f"[bold]4. What you have[/bold] after {time.monotonic() - started:.0f} s")
         console.print(
-            f"{run / 'model'}  a checkpoint; {run / 'codebooks.png'}  how it uses its codes\n"
+            f"{files.model}  a checkpoint; {files.codebooks}  how it uses its codes\n"
             f"What it remembers of 10,000 bytes, or of any number: {size:.2f} MB\n\n"
             "Next, on a file of your own:\n"
             "  flaxen train language --out my-run --model.preset vq-tiny --data.train my-file --data.kind bytes\n"
-            f"  flaxen generate {run / 'model'} --text 'The list' --do-sample --stream\n"
+            f"  flaxen generate {files.model} --text 'The list' --do-sample --stream\n"
             "  flaxen bench language",
             markup=False,
         )

@@ -20,14 +20,17 @@ class Export:
     def run(self, given: set[str]) -> None:
         import jax
 
+        from flaxen.cli import process
         from flaxen.cli.build import build
-        from flaxen.cli.settings import of_run
+        from flaxen.cli.tasks import of_run
         from flaxen.errors import InputError
         from flaxen.train.checkpoint import Checkpoints
+        from flaxen.train.run import RunFiles
 
+        process.quiet_checkpoints()
         path = self.run_directory
         settings = of_run(path)
-        checkpoints = Checkpoints(path / "checkpoints", read_only=True)
+        checkpoints = Checkpoints(RunFiles(path).checkpoints, read_only=True)
         if not checkpoints.steps:
             raise InputError(f"{path} has no checkpoint yet")
         step = checkpoints.steps[-1] if self.step is None else self.step

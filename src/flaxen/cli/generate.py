@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -86,10 +86,9 @@ class Generate:
         prompts, n = self._prompts()
 
         import flaxen
-        from flaxen.models.captioner import Captioner
 
         pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter)
-        sees = isinstance(pretrained.model, Captioner)
+        sees = pretrained.family.prompting.reads == "image"
         if (sees and self.text) or (self.image and not sees):
             want = "sees pictures: give --image" if sees else "reads texts: give --text"
             raise InputError(f"{self.model} {want}, or --file")
@@ -172,7 +171,9 @@ class Generate:
             return
         from flaxen.hf import files
 
-        of = lambda name: stamps(tuple(sorted(p for p in files.locate(name).iterdir() if p.is_file())))  # noqa: E731
+        def of(name: str) -> list[list[Any]]:
+            return stamps(tuple(sorted(path for path in files.locate(name).iterdir() if path.is_file())))
+
         key = {
             "model": of(self.model), "adapter": of(self.adapter) if self.adapter else None, "dtype": self.dtype,
             "prompts": [*self.text, self.file], "images": stamps(self.image), "column": self.column,
@@ -181,12 +182,12 @@ class Generate:
             "memory": stamps((self.memory,)) if self.memory else None,
         }  # fmt: skip
         each = make_options(options, pretrained.generation).num_return_sequences
-        with closing(Resumable(out, key, each)) as file:
-            if file.items:
-                print(f"going on behind prompt {file.items:,} of {n:,}", file=sys.stderr)
-            for window in self._generate(pretrained, prompts, n, file.items, options, memory):
-                file.write(window)
-            file.finish()
+        with closing(Resumable(out, key, each)) as written:
+            if written.items:
+                print(f"going on behind prompt {written.items:,} of {n:,}", file=sys.stderr)
+            for window in self._generate(pretrained, prompts, n, written.items, options, memory):
+                written.write(window)
+            written.finish()
 
     def _generate(
         self,

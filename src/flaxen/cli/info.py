@@ -20,8 +20,8 @@ class Info:
         from rich.console import Console
         from rich.table import Table
 
-        from flaxen.cli.build import PRESETS
-        from flaxen.hf import families
+        from flaxen import families
+        from flaxen.families import PRESETS
         from flaxen.tree import leaves
 
         rows: list[tuple[str, str]] = []
@@ -29,21 +29,19 @@ class Info:
             config = PRESETS[self.model]
             rows.append(("preset", self.model))
         else:
-            from flaxen.data.tokenizers import load_tokenizer
             from flaxen.hf import files
+            from flaxen.pretrained import loading
 
-            directory = files.locate(self.model)
-            stored = families.read(directory)
-            config, tensors = stored.config, stored.tensors
-            tokenizer = load_tokenizer(directory)
+            stored = loading.read(files.locate(self.model))
+            config, tensors, tokenizer = stored.config, stored.tensors, stored.tokenizer()
             dtypes = {tensors.dtype(name) for name in tensors}
             rows += [
-                ("directory", str(directory)),
+                ("directory", str(stored.directory)),
                 ("stored as", ", ".join(sorted(dtypes))),
                 ("tokenizer", "none" if tokenizer is None else f"{type(tokenizer).__name__}, {tokenizer.size:,} ids, "
                  f"{len(tokenizer.sentinels)} sentinels"),
             ]  # fmt: skip
-        shapes = leaves(families.of_config(config)(config))
+        shapes = leaves(families.of_config(config).model(config))
         n = sum(math.prod(leaf.shape) for leaf in shapes.values())
         rows += [
             ("parameters", f"{n:,}"),

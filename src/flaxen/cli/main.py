@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Union
 
@@ -13,41 +14,46 @@ from flaxen.cli.compose import Compose, Merge
 from flaxen.cli.demo import Demo
 from flaxen.cli.demo_caption import DemoCaption
 from flaxen.cli.demo_language import DemoLanguage
-from flaxen.cli.evaluate import EvalCaption, EvalDenoise, EvalLanguage, EvalSeq2Seq
+from flaxen.cli.evaluate import Eval
 from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
 from flaxen.cli.info import Info
-from flaxen.cli.preview import PreviewCaption, PreviewDenoise, PreviewLanguage, PreviewSeq2Seq
+from flaxen.cli.preview import Preview
 from flaxen.cli.replay import Replay
-from flaxen.cli.train import TrainCaption, TrainDenoise, TrainLanguage, TrainSeq2Seq
+from flaxen.cli.tasks import NOT_IN_PREVIEW, TASKS, without
+from flaxen.cli.train import Train
 from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError
 
-COMMANDS = {
-    "demo caption": DemoCaption,
-    "demo language": DemoLanguage,
-    "demo": Demo,
-    "vocab": Vocab,
-    "preview seq2seq": PreviewSeq2Seq,
-    "preview caption": PreviewCaption,
-    "preview language": PreviewLanguage,
-    "preview": PreviewDenoise,
-    "train denoise": TrainDenoise,
-    "train seq2seq": TrainSeq2Seq,
-    "train caption": TrainCaption,
-    "train language": TrainLanguage,
-    "eval denoise": EvalDenoise,
-    "eval seq2seq": EvalSeq2Seq,
-    "eval caption": EvalCaption,
-    "eval language": EvalLanguage,
-    "bench language": BenchLanguage,
-    "replay": Replay,
-    "export": Export,
-    "compose": Compose,
-    "merge": Merge,
-    "generate": Generate,
-    "info": Info,
-}
+
+@dataclass(frozen=True)
+class Command:
+    """A dataclass whose fields are the flags."""
+
+    kind: Any
+    about: str | None = None  # its docstring, if none
+    settings: Any = None  # of a command that takes recipes: what these spell
+
+
+def _commands() -> dict[str, Command]:
+    """By their words. Of names that begin alike, the longer comes first."""
+    found = {"demo caption": Command(DemoCaption), "demo language": Command(DemoLanguage), "demo": Command(Demo)}
+    found["vocab"] = Command(Vocab)
+    for name, row in TASKS.items():
+        seen: Any = without(row.settings, (*row.not_in_training, *NOT_IN_PREVIEW))
+        found[f"preview {name}"] = Command(Preview[seen], row.shows, seen)
+    found["preview"] = found["preview denoise"]  # as it was before there were other tasks
+    for name, row in TASKS.items():
+        trained: Any = without(row.settings, row.not_in_training)
+        found[f"train {name}"] = Command(Train[trained], row.about, trained)
+    for name, row in TASKS.items():
+        asked: Any = without(row.evaluation, row.not_in_evaluation)
+        found[f"eval {name}"] = Command(Eval[asked], row.evaluation.__doc__)
+    others = {"bench language": BenchLanguage, "replay": Replay, "export": Export, "compose": Compose, "merge": Merge}
+    return found | {name: Command(kind) for name, kind in (others | {"generate": Generate, "info": Info}).items()}
+
+
+COMMANDS = _commands()
 ABOUT = """T5, mT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX: train, evaluate, generate.
 Hugging Face checkpoints in and out.
 
@@ -70,15 +76,21 @@ def main() -> None:
 
 def _parsed(arguments: list[str]) -> tuple[Any, list[str]]:
     """The command that the arguments spell. A recipe's settings are the defaults of its flags."""
-    for name, kind in COMMANDS.items():
+    for name, command in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:
-            flags = arguments[len(words) :]
-            path = _value(flags, "--recipe")
-            default: dict[str, Any] = {"default": recipe.read(kind, Path(path))} if path else {}
-            return tyro.cli(kind, args=flags, prog=f"flaxen {name}", **default), flags
+            flags, options = arguments[len(words) :], dict[str, Any]()
+            if command.settings and (path := _value(flags, "--recipe")):
+                options["default"] = command.kind(recipe.read(command.settings, Path(path)))
+            about = command.about or command.kind.__doc__
+            return tyro.cli(command.kind, args=flags, prog=f"flaxen {name}", description=about, **options), flags
     # None of them: tyro lists them all, or completes the shell's words.
-    every: Any = Union[tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]  # noqa: UP007
+    every: Any = Union[  # noqa: UP007
+        tuple(
+            Annotated[one.kind, tyro.conf.subcommand(name, description=one.about or one.kind.__doc__)]
+            for name, one in COMMANDS.items()
+        )
+    ]
     return tyro.cli(every, args=arguments, prog="flaxen", description=ABOUT), arguments
 
 

@@ -1,73 +1,40 @@
-"""flaxen preview [seq2seq | caption | language]: what the model will see, before any training."""
+"""flaxen preview TASK: what the model will see, before any training."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Generic, TypeVar
 
 import tyro
 
-from flaxen.cli.settings import CaptionSettings, DenoiseSettings, LanguageSettings, Seq2SeqSettings, Settings
-from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking
+from flaxen.cli.settings import Settings
+
+S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True)
-class Preview(Settings):
+class Preview(Generic[S]):
     """Show decoded training examples, and how many there are."""
 
-    # No flags, but in recipes: they change nothing that is shown.
-    out: tyro.conf.Suppress[Path] = Path()
-    optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)
-    schedule: tyro.conf.Suppress[Schedule] = field(default_factory=Schedule)
-    lora: tyro.conf.Suppress[LoRA] = field(default_factory=LoRA)
-    tracking: tyro.conf.Suppress[Tracking] = field(default_factory=Tracking)
+    settings: Annotated[S, tyro.conf.arg(name="")]
     recipe: Path | None = None
-    """TOML file with settings; flags come before it. See recipes/."""
+    """TOML file with settings; flags override it. See recipes/."""
     examples: int = 3
     """How many to show."""
     step: int = 0
-    """Of which batch."""
+    """Number of the batch to show examples of."""
 
     def run(self, given: set[str]) -> None:
         from rich.console import Console
 
-        from flaxen.cli.build import make_task, start
+        from flaxen.cli.build import open_task, setup
 
-        begin = start(self.model)
-        task, tokenizer, size = make_task(self, begin), begin.tokenizer, self.training.batch_size
+        task, size = open_task(self.settings, setup(self.settings.model)), self.settings.training.batch_size
         console = Console(soft_wrap=True, highlight=False, emoji=False)
-        for note in task.notes(size):
+        for note in (*task.notes(size), task.vocabulary()):
             console.print(note, markup=False)
-        marks = tokenizer.sentinels if isinstance(self, DenoiseSettings) else ()
-        sentinels = f", sentinels {', '.join(map(str, marks[:3]))}, …" if marks else ""
-        console.print(
-            f"tokenizer: {tokenizer.size:,} ids{sentinels}; model: {begin.config.vocab_size:,} rows", markup=False
-        )
         batch = task.batch(self.step, size)
         for row in range(min(self.examples, size)):
             for title, text in task.show(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
             console.print()
-
-
-@dataclass(frozen=True)
-class PreviewDenoise(Preview, DenoiseSettings):
-    """Show texts with their holes, before training on them. Flags and recipes are those of training."""
-
-
-@dataclass(frozen=True)
-class PreviewSeq2Seq(Preview, Seq2SeqSettings):
-    """Show pairs as the model will see them. Flags and recipes are those of training."""
-
-
-@dataclass(frozen=True)
-class PreviewCaption(Preview, CaptionSettings):
-    """Show which pictures there are, with their captions. Flags and recipes are those of training."""
-
-    optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)
-
-
-@dataclass(frozen=True)
-class PreviewLanguage(Preview, LanguageSettings):
-    """Show pieces of what the model will predict. Flags and recipes are those of training."""
-
-    optimizer: tyro.conf.Suppress[Optimizer] = field(default_factory=Optimizer)

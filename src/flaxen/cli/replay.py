@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -25,13 +26,15 @@ class Replay:
         from rich.console import Console
         from rich.table import Table
 
+        from flaxen.cli import process
         from flaxen.cli.build import build
-        from flaxen.cli.settings import of_run
+        from flaxen.cli.tasks import of_run
         from flaxen.errors import InputError
         from flaxen.train.checkpoint import Checkpoints
-        from flaxen.train.run import check_facts
+        from flaxen.train.run import RunFiles, check_facts
         from flaxen.tree import leaves
 
+        process.quiet_checkpoints()
         settings = of_run(self.out)
         built = build(settings)
         check_facts(self.out, built.facts)
@@ -39,7 +42,7 @@ class Replay:
         if not 1 <= self.step <= stepper.steps:
             raise InputError(f"--step must be in 1 … {stepper.steps}, the steps of the run; got {self.step}")
 
-        checkpoints = Checkpoints(self.out / "checkpoints", read_only=True)
+        checkpoints = Checkpoints(RunFiles(self.out).checkpoints, read_only=True)
         earlier = [step for step in checkpoints.steps if step < self.step]
         if earlier:
             state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.start, built.abstract))
@@ -62,12 +65,11 @@ class Replay:
             for title, text in built.task.show(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
-        size_of = lambda a: float(np.sqrt(np.square(np.asarray(a, np.float64)).sum()))  # noqa: E731
         rows = []
         for path, leaf in leaves(gradient).items():
             change = np.asarray(leaves(state.model)[path], np.float64) - before[path]
             wrong = int(np.size(leaf) - np.isfinite(np.asarray(leaf)).sum())
-            rows.append((path, size_of(before[path]), size_of(leaf), size_of(change), wrong))
+            rows.append((path, _norm(before[path]), _norm(leaf), _norm(change), wrong))
         rows.sort(key=lambda row: (-row[4], -np.nan_to_num(row[2], nan=np.inf)))
         table = Table("weight", "norm", "gradient", "update", "not finite")
         for path, weight, slope, moved, wrong in rows[: self.weights]:
@@ -78,3 +80,9 @@ class Replay:
             f"{bad} of {len(rows)} gradients have entries that are not finite" if bad else "all gradients are finite"
         )
         console.print(verdict)
+
+
+def _norm(a: Any) -> float:
+    import numpy as np
+
+    return float(np.sqrt(np.square(np.asarray(a, np.float64)).sum()))

@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from flaxen.cli.recipe import from_dict
 from flaxen.data.captions import Captions
 from flaxen.data.corpus import Corpus
 from flaxen.data.pairs import Pairs
 from flaxen.data.streams import Streamed
 from flaxen.errors import InputError
+from flaxen.generate.options import Options
 from flaxen.tasks.objective import CaptionObjective, LanguageObjective, Objective, PairObjective, Writing
-from flaxen.train.run import read_config
 from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking, Training
 
 
@@ -60,6 +59,7 @@ class Settings:
     model: Start
     out: Path
     """Directory of the run. The same command goes on where it stopped, however it stopped."""
+    task: tyro.conf.Suppress[str] = ""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     lora: LoRA = field(default_factory=LoRA)
@@ -113,18 +113,77 @@ class LanguageSettings(Settings):
     objective: LanguageObjective = field(default_factory=LanguageObjective)
 
 
-TASKS: dict[str, type[Settings]] = {
-    "denoise": DenoiseSettings,
-    "seq2seq": Seq2SeqSettings,
-    "caption": CaptionSettings,
-    "language": LanguageSettings,
-}
+@dataclass(frozen=True)
+class Evaluation:
+    """What every evaluation is asked for."""
+
+    batch_size: int = 16
+    """Examples computed together; it changes no result."""
+    examples: int | None = None
+    """Evaluate on the first so many examples. Default: all."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"--batch-size must be positive, got {self.batch_size}")
+        if self.examples is not None and self.examples < 1:
+            raise InputError(f"--examples must be positive, got {self.examples}; leave it out for all")
 
 
-def of_run(directory: Path) -> Settings:
-    """The settings that a run directory records."""
-    values = read_config(directory)
-    name = values.get("task", "denoise")
-    if name not in TASKS:
-        raise InputError(f"{directory} is a run of task {name!r}; there are {', '.join(TASKS)}")
-    return from_dict(TASKS[name], values, str(directory / "config.toml"))
+@dataclass(frozen=True)
+class DenoiseEvaluation(Evaluation):
+    """Loss, perplexity and accuracy of a checkpoint on held-out text, exact whatever the batch size."""
+
+    data: Corpus = field(default_factory=Corpus)
+    objective: Objective = field(default_factory=Objective)
+    batch_size: int = 32
+    """Examples computed together; it changes no result."""
+    seed: int = 0
+    """Seed of the masked spans; the seed of a training run gives that run's."""
+
+
+@dataclass(frozen=True)
+class Seq2SeqEvaluation(Evaluation):
+    """Loss of a checkpoint on pairs of texts, and ROUGE, BLEU, chrF and exact match of what it generates."""
+
+    data: Pairs = field(default_factory=Pairs)
+    objective: PairObjective = field(default_factory=PairObjective)
+    out: Path | None = None
+    """Write id, prediction and reference of every pair to this .jsonl file."""
+    loss_only: bool = False
+    """Generate nothing."""
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+
+    @property
+    def writing(self) -> Writing:
+        """How training would generate: not asked for here."""
+        return Writing()
+
+
+@dataclass(frozen=True)
+class CaptionEvaluation(Evaluation):
+    """Loss of a captioner on images, and CIDEr, BLEU, ROUGE and exact match of the captions it generates."""
+
+    data: Captions = field(default_factory=Captions)
+    objective: CaptionObjective = field(default_factory=CaptionObjective)
+    out: Path | None = None
+    """Write image, prediction and references of every image to this .jsonl file."""
+    sheet: Path | None = None
+    """Write a page with the images and their captions to this .html file."""
+    loss_only: bool = False
+    """Generate nothing."""
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+
+    @property
+    def writing(self) -> Writing:
+        """How training would generate: not asked for here."""
+        return Writing()
+
+
+@dataclass(frozen=True)
+class LanguageEvaluation(Evaluation):
+    """Loss of a language model in nats, bits per byte or per dimension, and word perplexity."""
+
+    data: Streamed = field(default_factory=Streamed)
+    objective: LanguageObjective = field(default_factory=LanguageObjective)
+    split: Literal["validation", "test"] = "validation"
+    """Which part of the data to evaluate on."""

@@ -2,15 +2,18 @@
 
 import sys
 
+from flaxen.cli import process
 from flaxen.host import settle_memory
 
-COMPUTING = {"train", "eval", "generate", "demo", "replay"}  # commands whose time is XLA's
+COMPUTING = {"train", "eval", "generate", "embed", "demo", "replay"}  # commands whose time is XLA's
 
 
 def main() -> None:
-    """`flaxen.cli.main.main`, in a process whose memory is settled."""
-    if sys.argv[1:] and sys.argv[1] in COMPUTING and not {"-h", "--help"} & set(sys.argv):
+    """`flaxen.cli.main.main`, in a process that is set up for it (see flaxen.cli.process)."""
+    asked_for_help = {"-h", "--help"} & set(sys.argv)
+    if sys.argv[1:] and sys.argv[1] in COMPUTING and not asked_for_help and process.enabled("malloc"):
         settle_memory()
+    process.cache_compilations()
     from flaxen.cli.main import main as run  # the flags of all commands: not before
 
     run()

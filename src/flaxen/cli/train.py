@@ -5,83 +5,65 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
 
-from flaxen.cli.recipe import to_dict
-from flaxen.cli.settings import (
-    FINE_TUNING,
-    PRE_TRAINING,
-    CaptionSettings,
-    DenoiseSettings,
-    LanguageSettings,
-    Seq2SeqSettings,
-    Settings,
-)
-from flaxen.train.settings import Optimizer
+import tyro
 
-CALL = ("recipe", "print_config", "quiet")  # what belongs to a call and not to the run
+from flaxen.cli.recipe import from_dict, to_dict
+from flaxen.cli.settings import Settings
+from flaxen.cli.tasks import TASKS, check_hidden
+
+S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True)
-class Train(Settings):
-    """Train, or go on with a run that was stopped."""
+class Train(Generic[S]):
+    """Train, or resume a run that was stopped."""
 
+    settings: Annotated[S, tyro.conf.arg(name="")]
     recipe: Path | None = None
-    """TOML file with settings; flags come before it. See recipes/."""
+    """TOML file with settings; flags override it. See recipes/."""
     print_config: bool = False
     """Print the resolved settings as TOML, which is a recipe, and stop."""
     quiet: bool = False
     """No progress on standard error."""
 
-    def settings(self) -> dict[str, Any]:
-        """What the run depends on."""
-        values = to_dict(dataclasses.replace(self, optimizer=self.optimizer.resolved()))
-        return {name: value for name, value in values.items() if name not in CALL}
-
     def run(self, given: set[str]) -> None:
+        settings = self.settings
+        check_hidden(settings, TASKS[settings.task].not_in_training)
+        recorded = record(settings)
         if self.print_config:
             import tomli_w
 
-            print(tomli_w.dumps(self.settings()), end="")
+            print(tomli_w.dumps(recorded), end="")
             return
+        from flaxen.cli import process
         from flaxen.cli.build import build
         from flaxen.train import tracking
         from flaxen.train.loop import train
-        from flaxen.train.run import Run, check
+        from flaxen.train.run import Run, RunFiles, check
 
-        check(self.out, self.settings())  # before the work of reading the data
-        tracking.check(self.tracking)
-        built = build(self)
-        # Weights that cannot be read must not leave a new directory behind; a run that goes on may not need them.
-        model = None if (self.out / "config.toml").exists() else built.initial()
-        with closing(Run(self.out, self.settings(), built.facts)) as run:
+        process.quiet_checkpoints()
+        check(settings.out, recorded, completed)  # before the work of reading the data
+        tracking.check(settings.tracking)
+        built = build(settings)
+        # Weights that cannot be read must not leave a new directory behind; a run that is resumed may not need them.
+        model = None if RunFiles(settings.out).config.exists() else built.initial()
+        with closing(Run(settings.out, recorded, built.facts, completed)) as run, process.stop_signals() as received:
             initial = built.initial if model is None else lambda: model
-            if model is not None and not self.quiet:  # a run that goes on has said it before
-                print(*built.task.notes(self.training.batch_size), sep="\n", file=sys.stderr)
-            tracked = tracking.trackers(self.tracking, self.out, self.settings())
-            train(run, built.stepper, built.abstract, initial, tracked, built.export, self.quiet)
-            built.finish(self.out)
+            if model is not None and not self.quiet:  # a run that is resumed has said it before
+                print(*built.task.notes(settings.training.batch_size), sep="\n", file=sys.stderr)
+            tracked = tracking.trackers(settings.tracking, settings.out, recorded)
+            train(run, built.stepper, built.abstract, initial, tracked, built.export, self.quiet, received)
+            built.finish(run)
 
 
-@dataclass(frozen=True)
-class TrainDenoise(Train, DenoiseSettings):
-    """Pre-train T5, mT5, ByT5 or LongT5 on plain text by span corruption."""
+def record(settings: Settings) -> dict[str, Any]:
+    """The settings as a run directory records them."""
+    return to_dict(dataclasses.replace(settings, optimizer=settings.optimizer.resolved()))
 
 
-@dataclass(frozen=True)
-class TrainSeq2Seq(Train, Seq2SeqSettings):
-    """Fine-tune T5, mT5, ByT5 or LongT5 on pairs of texts."""
-
-
-@dataclass(frozen=True)
-class TrainCaption(Train, CaptionSettings):
-    """Train a captioner, ViT + GPT-2, on pictures with captions."""
-
-    optimizer: Optimizer = FINE_TUNING  # again: Train comes first, and has another
-
-
-@dataclass(frozen=True)
-class TrainLanguage(Train, LanguageSettings):
-    """Train a Transformer-VQ to predict text, bytes or pixels."""
-
-    optimizer: Optimizer = PRE_TRAINING  # again: Train comes first, and has another
+def completed(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Recorded settings with the defaults of those that there were not yet."""
+    row = TASKS.get(recorded.get("task", "denoise"))
+    return record(from_dict(row.settings, recorded, "config.toml")) if row else recorded

@@ -5,7 +5,8 @@ from typing import Any
 from flaxen.errors import InputError
 from flaxen.hf import gpt2, vit
 from flaxen.hf.fields import one_or_list, read
-from flaxen.hf.files import Tensors
+from flaxen.hf.format import Format
+from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row
 from flaxen.models.captioner import Config
 
@@ -58,6 +59,9 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
     return [*encoder, *bridge, *gpt2.rows(config.decoder, tensors, "decoder.", "decoder.")]
 
 
-def spare(name: str, tensors: Tensors) -> bool:
+def unneeded(name: str, tensors: Tensors) -> bool:
     half = vit if name.startswith("encoder.") else gpt2
-    return half.spare(name, tensors, "encoder." if half is vit else "decoder.")
+    return half.unneeded(name, tensors, "encoder." if half is vit else "decoder.")
+
+
+FORMAT = Format(read_config, write_config, rows, unneeded, SPECIAL, special_ids)

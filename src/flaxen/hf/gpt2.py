@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from flaxen.hf.fields import ids, make, one_or_list, read
-from flaxen.hf.files import Tensors
+from flaxen.hf.format import Format
+from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row, same
 from flaxen.models.gpt2 import Config
 
@@ -113,8 +114,11 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
     return [dataclasses.replace(row, ours=f"{ours}{row.ours}") for row in table]
 
 
-def spare(name: str, tensors: Tensors, at: str = "") -> bool:
+def unneeded(name: str, tensors: Tensors, at: str = "") -> bool:
     """True for a tensor that a file may carry and the model does not need: masks, a copy of the table."""
     if name == f"{at}lm_head.weight":
         return same(tensors, name, f"{at}{prefix(tensors, at)}wte.weight")
     return name.endswith(("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"))
+
+
+FORMAT = Format(read_config, write_config, rows, unneeded, SPECIAL, special_ids)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,12 @@ from jax import Array
 
 from flaxen.errors import InputError, nearest
 from flaxen.hf import files
-from flaxen.hf.families import family_of
-from flaxen.models.captioner import Captioner
-from flaxen.models.gpt2 import GPT2
-from flaxen.models.t5 import T5
+from flaxen.hf.safetensors_files import Safetensors
+from flaxen.hf.weightmap import Row
 from flaxen.nn.layers import Linear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-TASKS: dict[Any, str] = {T5: "SEQ_2_SEQ_LM", GPT2: "CAUSAL_LM"}
 # PEFT goes by the names of modules in memory, which transformers 5 changed for ViT; files kept the old ones.
 IN_MEMORY = (
     ("encoder.layer.{i}.attention.attention.query", "layers.{i}.attention.q_proj"),
@@ -51,10 +49,10 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def modules(model: Any) -> dict[str, tuple[str, str]]:
-    """Of each Linear that an adapter can add to: its names in PEFT's files, today's and that of transformers 4."""
+def modules(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """For each Linear that an adapter can add to: its names in PEFT's files, today's and that of transformers 4."""
     found = {}
-    for row in family_of(model).rows(model.config, None):
+    for row in rows:
         path, _, leaf = row.ours.rpartition(".")
         if leaf != "weight" or path.endswith(("norm", "embedding", "positions", "head", "bias")):
             continue
@@ -69,12 +67,18 @@ def modules(model: Any) -> dict[str, tuple[str, str]]:
 
 
 def write(
-    adapter: dict[str, dict[str, Array]], model: Any, rank: int, alpha: float, directory: Path, base: str | None
+    adapter: dict[str, dict[str, Array]],
+    rows: Sequence[Row],
+    task_type: str | None,
+    rank: int,
+    alpha: float,
+    directory: Path,
+    base: str | None,
 ) -> None:
-    """An adapter of `model`, for PEFT: all of it, or nothing."""
+    """An adapter of the model whose weights have these rows, for PEFT: all of it, or nothing."""
     from safetensors.numpy import save_file
 
-    names, tensors, targets = modules(model), {}, []
+    names, tensors, targets = modules(rows), {}, []
     if not adapter:
         raise InputError("the adapter adds to nothing; PEFT has no file for that")
     for path, one in adapter.items():
@@ -93,24 +97,20 @@ def write(
             tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     config = {
         "peft_type": "LORA",
-        "task_type": TASKS.get(type(model)),
+        "task_type": task_type,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": targets,
         # GPT-2's linear maps are stored as [inputs, outputs].
-        "fan_in_fan_out": all(_transposed(path, model) for path in adapter),
+        "fan_in_fan_out": all(row.keeps_order for row in rows if row.ours.removesuffix(".weight") in adapter),
         "bias": "none",
         "inference_mode": True,
     }
     with files.whole_directory(directory, CONFIG) as fresh:
         files.write_json(fresh / CONFIG, config)
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
-
-
-def _transposed(path: str, model: Any) -> bool:
-    return isinstance(model, GPT2) or (isinstance(model, Captioner) and path.startswith("decoder."))
 
 
 def _convolves(path: str) -> bool:
@@ -125,8 +125,9 @@ def _layers(name: str, one: dict[str, Array]) -> list[tuple[str, np.ndarray, np.
     return [(name.format(i=i), down[i], up[i]) for i in range(len(down))]
 
 
-def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, dict[str, Array]]:
-    """The adapter of a directory, to be added to `model` with scale 1. A layer that it leaves out gets zeros."""
+def read(directory: Path, rows: Sequence[Row], linears: dict[str, Linear]) -> dict[str, dict[str, Array]]:
+    """The adapter of a directory, to be added with scale 1 to a model whose weights have these rows. A layer that it
+    leaves out gets zeros."""
     config = files.read_json(directory / CONFIG)
     for name, allowed in FIXED.items():
         if name in config and config[name] not in allowed:
@@ -134,7 +135,7 @@ def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, d
     alpha = config.get("lora_alpha", 8)
     if not isinstance(alpha, int | float):
         raise InputError(f"{directory}: lora_alpha must be a number, got {alpha!r}")
-    tensors = files.Tensors(directory, WEIGHTS)
+    tensors = Safetensors(directory, WEIGHTS)
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in tensors:
         found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight", key)
@@ -145,7 +146,7 @@ def read(directory: Path, model: Any, linears: dict[str, Linear]) -> dict[str, d
     if not pairs:
         raise InputError(f"{directory / WEIGHTS} holds no tensor; fetch or save it again")
     adapter = {}
-    for path, names in modules(model).items():
+    for path, names in modules(rows).items():
         if path not in linears:
             continue
         node = linears[path]

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from flaxen.hf.fields import ids, make, one_or_list, read
-from flaxen.hf.files import Tensors
+from flaxen.hf.format import Format
+from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row, same
 from flaxen.models.t5 import Config
 
@@ -165,7 +166,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
     return table
 
 
-def spare(name: str, tensors: Tensors) -> bool:
+def unneeded(name: str, tensors: Tensors) -> bool:
     """True for a tensor that a file may carry and the model does not need: a copy of the table, an unused bias."""
     if name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
         return same(tensors, name, "shared.weight")
@@ -177,3 +178,6 @@ def with_copies(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.
     if config.tied and not config.scaled:
         return {**tensors, "lm_head.weight": tensors["shared.weight"]}
     return tensors
+
+
+FORMAT = Format(read_config, write_config, rows, unneeded, SPECIAL, special_ids, with_copies)

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from flaxen.hf.fields import make, read
-from flaxen.hf.files import Tensors
+from flaxen.hf.format import Format
+from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row
 from flaxen.models.vit import Config
 
@@ -102,7 +103,10 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
     return [dataclasses.replace(row, ours=f"{ours}{row.ours}") for row in table]
 
 
-def spare(name: str, tensors: Tensors, at: str = "") -> bool:
+def unneeded(name: str, tensors: Tensors, at: str = "") -> bool:
     """True for a tensor that a file may carry and the model does not need: a classifier, the token of a mask."""
     body = f"{at}{prefix(tensors, at)}"
     return name == f"{body}embeddings.mask_token" or name in (f"{at}classifier.weight", f"{at}classifier.bias")
+
+
+FORMAT = Format(read_config, write_config, rows, unneeded)

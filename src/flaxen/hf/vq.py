@@ -7,7 +7,8 @@ import numpy as np
 
 from flaxen.errors import InputError, nearest
 from flaxen.hf.fields import ids, make, one_or_list, read
-from flaxen.hf.files import Tensors
+from flaxen.hf.format import Format
+from flaxen.hf.tensors import InMemory, Tensors
 from flaxen.hf.weightmap import Row, load
 from flaxen.models.vq_config import Config
 from flaxen.models.vq_lm import VQLM
@@ -57,7 +58,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
     return [Row(path, path.replace("layers.", "layers.{i}.")) for path in leaves(VQLM(config))]
 
 
-def spare(name: str, tensors: Tensors) -> bool:
+def unneeded(name: str, tensors: Tensors) -> bool:
     return False
 
 
@@ -94,31 +95,18 @@ def _switch(value: Any) -> bool:
     return str(value) in ("1", "True")
 
 
+def _unused(name: str) -> bool:
+    """The original creates it whether it is used or not."""
+    return name == "token_embedder/bias_out"
+
+
 def load_original(flat: dict[str, np.ndarray], config: dict[str, Any]) -> "Pretrained":
     """A model out of the original's parameters, by their paths joined by '/', and its settings. One of 259 ids reads
     and writes bytes."""
     from flaxen.pretrained import Pretrained  # which knows this module: the one way back, for the caller's comfort
 
     ours = original_config(config)
-    # Created by the original whether it is used or not.
-    unused = lambda name: name == "token_embedder/bias_out"  # noqa: E731
-    return Pretrained.over_bytes(load(VQLM(ours), original_rows(ours), _Flat(flat), np.float32, unused))
+    return Pretrained.over_bytes(load(VQLM(ours), original_rows(ours), InMemory(flat), np.float32, _unused))
 
 
-class _Flat(Tensors):
-    """Arrays in memory."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self._arrays = arrays
-
-    def __iter__(self) -> Any:
-        return iter(self._arrays)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._arrays
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return np.shape(self._arrays[name])
+FORMAT = Format(read_config, write_config, rows, unneeded, SPECIAL, special_ids)

@@ -1,5 +1,6 @@
 """One row per tensor, read left to right to load a checkpoint and right to left to save it."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import numpy as np
 from einops import rearrange
 
 from flaxen.errors import InputError, nearest
-from flaxen.hf.files import Tensors
+from flaxen.hf.tensors import Tensors
 from flaxen.tree import leaves, map_leaves
 
 M = TypeVar("M")
@@ -43,6 +44,12 @@ class Row:
         theirs = self.pattern.split("->")[0]
         return rearrange(np.broadcast_to(np.int8(0), leaf.shape[self.stacked :]), self._back(theirs)).shape
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether their tensor has our axes in our order: inputs first."""
+        theirs, _, ours = self.pattern.partition("->")
+        return re.sub(r"[()]", " ", theirs).split() == ours.split()
+
     def _back(self, theirs: str) -> str:
         return f"{self.pattern.split('->')[1]} -> {theirs}"
 
@@ -58,14 +65,14 @@ def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: 
     by_path = {row.ours: row for row in rows}
     wanted = {theirs: row.their_shape(leaf) for path, leaf in leaves(model).items()
               for row in [by_path[path]] for theirs in row.files(leaf)}  # fmt: skip
-    spare = [name for name in tensors if name not in wanted and not unneeded(name)]
+    unexpected = [name for name in tensors if name not in wanted and not unneeded(name)]
     problems = []
     for name, shape in wanted.items():
         if name not in tensors:
-            problems.append(f"missing tensor {name!r}{nearest(name, spare)}")
+            problems.append(f"missing tensor {name!r}{nearest(name, unexpected)}")
         elif tensors.shape(name) != shape:
             problems.append(f"tensor {name!r} has shape {tensors.shape(name)}, config.json asks for {shape}")
-    problems += [f"unexpected tensor {name!r}" for name in spare]
+    problems += [f"unexpected tensor {name!r}" for name in unexpected]
     if problems:
         raise InputError(f"the weights do not fit the config, {len(problems)} problems:\n  " + "\n  ".join(problems))
 

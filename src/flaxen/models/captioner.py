@@ -1,5 +1,6 @@
 """A ViT that reads a picture and a GPT-2 that writes about it."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -9,8 +10,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from flaxen.models import gpt2, vit
+from flaxen.nn import param
 from flaxen.nn.layers import Linear
 from flaxen.nn.loss import Sums
+from flaxen.tree import map_leaves
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,11 @@ class Config:
     def __post_init__(self) -> None:
         if not self.decoder.cross:
             raise ValueError("the decoder of a captioner needs cross=True: it attends to the picture")
+
+    def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
+        """For the tokens of a tokenizer. A caption begins with the padding token, as a T5's output does."""
+        decoder = self.decoder.for_vocabulary(size, pad_id, eos_id)
+        return dataclasses.replace(self, decoder=dataclasses.replace(decoder, start_id=pad_id))
 
     # What generation and the trainer ask of any model's configuration.
     @property
@@ -80,6 +88,20 @@ class Captioner(nnx.Module):
         shifted = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
         source = self.encode(pixels, keys[0])
         return self.decoder.loss(shifted, labels, source, smoothing=smoothing, z_loss=z_loss, key=keys[1])
+
+
+def join(encoder: vit.Config, decoder: gpt2.Config) -> Config:
+    """The configuration of a captioner with these halves."""
+    return Config(encoder, dataclasses.replace(decoder, cross=True))
+
+
+def with_config(model: Captioner, config: Config) -> Captioner:
+    """The same weights, computed as another configuration says; for images of another size, positions are resized."""
+    if model.config.encoder.image_size != config.encoder.image_size:
+        seeing = vit.resized(model.encoder, config.encoder.image_size)
+        model = map_leaves(lambda path, leaf: leaf, model)  # a copy: the caller's stays as it is
+        model.encoder = seeing
+    return param.with_config(model, config)
 
 
 def flops(config: Config, length: int) -> float:

@@ -1,5 +1,6 @@
 """GPT-2: a language model, and the decoder of a captioner when it has cross-attention."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from flaxen.nn.attention import JointAttention, JointCrossAttention, Plan
 from flaxen.nn.hardware import few_rows_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, dropout
 from flaxen.nn.loss import Sums, cross_entropy
-from flaxen.nn.param import stacked
+from flaxen.nn.param import round_up, stacked
 from flaxen.nn.stack import kept, run
 
 
@@ -57,6 +58,11 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size}")
         if self.compute not in ("float32", "bfloat16"):
             raise ValueError(f"compute must be float32 or bfloat16, got {self.compute!r}")
+
+    def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
+        """For the tokens of a tokenizer. Every text begins behind the end of another."""
+        rows = round_up(size)
+        return dataclasses.replace(self, vocab_size=rows, pad_id=pad_id, eos_ids=(eos_id,), start_id=eos_id)
 
     def score_scales(self) -> Float[Array, "L"] | None:
         """What scores are multiplied by in each layer, beside 1 / sqrt(head size)."""

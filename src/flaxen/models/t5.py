@@ -18,7 +18,7 @@ from flaxen.nn.hardware import few_rows_at_a_time, few_tokens_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout
 from flaxen.nn.local import LocalAttention, LocalPlan, TransientGlobalAttention, plan_local, plan_side
 from flaxen.nn.loss import Sums, cross_entropy
-from flaxen.nn.param import stacked
+from flaxen.nn.param import round_up, stacked
 from flaxen.nn.position import RelativeBias
 from flaxen.nn.stack import LONG, kept, run
 
@@ -76,6 +76,10 @@ class Config:
         for name in ("pad_id", "start_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size}")
+
+    def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
+        """For the tokens of a tokenizer. Outputs begin with the padding token."""
+        return dataclasses.replace(self, vocab_size=round_up(size), pad_id=pad_id, eos_ids=(eos_id,), start_id=pad_id)
 
 
 def _presets() -> dict[str, Config]:

@@ -1,5 +1,6 @@
 """Sizes and switches of a Transformer-VQ, those of well-known models, and what a pass costs."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from flaxen.nn.hardware import target
@@ -72,6 +73,10 @@ class Config:
         for name, ids in (("pad_id", (self.pad_id,)), ("start_id", (self.start_id,)), ("eos_ids", self.eos_ids)):
             if not all(0 <= one < self.vocab_size for one in ids):
                 raise ValueError(f"{name}={ids} is not in the vocabulary of {self.vocab_size}")
+
+    def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
+        """For the tokens of a tokenizer. Every text begins behind the end of another."""
+        return dataclasses.replace(self, vocab_size=size, pad_id=pad_id, eos_ids=(eos_id,), start_id=eos_id)
 
     @property
     def key_heads(self) -> int:

@@ -2,16 +2,16 @@
 
 import json
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jax import Array
 
 from flaxen.atomic import whole_file
-from flaxen.data.captions import CaptionSet, pixels
+from flaxen.data.caption_store import CaptionTokens
+from flaxen.data.captions import CaptionSet, open_captions, pixels
 from flaxen.data.images import Processor, Unreadable
 from flaxen.data.order import examples
 from flaxen.data.tokenizers import Tokenizer
@@ -20,44 +20,19 @@ from flaxen.generate.batches import groups
 from flaxen.generate.options import Options
 from flaxen.generate.run import Generator
 from flaxen.metrics import captions as metrics
-from flaxen.models.captioner import Captioner, Config, flops
-from flaxen.models.gpt2_decoding import CaptionDecoding
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import CaptionObjective, Writing
 from flaxen.tasks.sheet import Shown, write_sheet
-from flaxen.tasks.task import Batch
+from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
 
 
-class Tokens:
-    """The captions of a set as tokens. An example is one caption with its image."""
-
-    def __init__(self, source: CaptionSet, tokenizer: Tokenizer, objective: CaptionObjective):
-        texts = [text for i in range(len(source)) for text in source.captions(i)]
-        rows = tokenizer.encode_batch([t.lower() for t in texts] if objective.lowercase else texts, specials=False)
-        self.image = np.repeat(np.arange(len(source)), [len(source.captions(i)) for i in range(len(source))])
-        self.lengths = np.array([len(row) for row in rows], np.int64)
-        self._ends = np.cumsum(self.lengths)
-        self._tokens = np.array([token for row in rows for token in row], np.int32)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def labels(self, numbers: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """Captions with these numbers, -1 behind them. One that is cut has no end token: it is not over."""
-        batch = np.full((len(numbers), length), -1, np.int32)
-        for row, number in enumerate(numbers):
-            end = self._ends[number]
-            tokens = self._tokens[end - self.lengths[number] : end][:length]
-            batch[row, : len(tokens)] = tokens
-        return batch
-
-
-class Caption:
-    """The task of the trainer."""
+class Caption(Task):
+    """An example is one caption with its image."""
 
     def __init__(
         self,
-        config: Config,
+        family: ModelFamily,
+        config: Any,
         objective: CaptionObjective,
         writing: Writing,
         tokenizer: Tokenizer,
@@ -65,9 +40,10 @@ class Caption:
         train: CaptionSet,
         validation: CaptionSet,
         seed: int,
+        cache: Path | None = None,
     ):
-        self.config, self.objective, self.writing, self.tokenizer = config, objective, writing, tokenizer
-        self.processor, self.seed = processor, seed
+        self.family, self.config, self.objective, self.writing = family, config, objective, writing
+        self.tokenizer, self.processor, self.seed = tokenizer, processor, seed
         size = config.encoder.image_size
         if processor.shape != size:
             raise InputError(f"preprocessor_config.json makes images of {processor.shape}, but the model takes {size}")
@@ -76,19 +52,26 @@ class Caption:
                 f"objective.length={objective.length} is more than the decoder's {config.decoder.n_positions} positions"
             )
         self.sets = {"training": train, "validation": validation}
-        self._train, self._validation = (Tokens(part, tokenizer, objective) for part in (train, validation))
+        self._train, self._validation = (
+            CaptionTokens(part, tokenizer, objective.lowercase, cache) for part in (train, validation)
+        )
         longest = int(max(self._train.lengths.max(), self._validation.lengths.max(initial=0)))
         self.length = min(objective.length, -(-longest // 8) * 8)
         self.examples, self.validation_examples = len(self._train), len(self._validation)
         patches = 1 + math.prod(config.encoder.grid)
         self.tokens = patches + round(float(np.minimum(self._train.lengths, self.length).mean()))
-        self.flops = 3 * flops(config, self.length)
+        self.flops = 3 * family.flops(config, self.length)
         self.scores: tuple[str, ...] = metrics.NAMES if writing.examples and len(validation) else ()
         self._options = writing.options(objective.length)
-        self.unreadable: dict[str, str] = {}  # images that could not be decoded, and why
+
+    @classmethod
+    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+        assert setup.processor is not None
+        how = (settings.objective, settings.writing, setup.tokenizer, setup.processor)
+        parts = open_captions(settings.data)
+        return cls(setup.family, setup.config, *how, *parts, seed, settings.data.cache)
 
     def notes(self, size: int) -> list[str]:
-        """What a person should know of the data before it is trained on."""
         said = []
         for name, tokens in (("training", self._train), ("validation", self._validation)):
             part = self.sets[name]
@@ -113,73 +96,58 @@ class Caption:
             batch = self._filled("validation", self._validation, np.arange(first, min(first + size, n)))
             fill = size - len(batch["labels"])
             yield {
-                name: np.pad(a, ((0, fill), *[(0, 0)] * (a.ndim - 1)), constant_values=-1 if name == "labels" else 0)
+                name: np.pad(a, ((0, fill), *[(0, 0)] * (a.ndim - 1)), constant_values=0 if name == "pixels" else -1)
                 for name, a in batch.items()
             }
 
-    def _filled(self, part: str, tokens: Tokens, numbers: np.ndarray) -> Batch:
+    def _filled(self, part: str, tokens: CaptionTokens, numbers: np.ndarray) -> Batch:
         """Pixels and labels. An image that cannot be read has no labels: it counts for nothing."""
         images, places = np.unique(tokens.image[numbers], return_inverse=True)
-        found, failed = self._pixels(part, images)
+        found, failed = pixels(self.sets[part], images.tolist(), self.processor)
         labels = tokens.labels(numbers, self.length)
-        labels[np.isin(places, failed)] = -1
+        labels[np.isin(places, [row for row, _ in failed])] = -1
         return {"pixels": found[places], "labels": labels, "image": tokens.image[numbers].astype(np.int32)}
 
-    def _pixels(self, part: str, images: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[int]]:
+    def problems(self, batch: Batch, part: str = "training") -> list[str]:
+        """Images that cannot be read: rows without a label that are no padding."""
         source = self.sets[part]
-        found, failed = pixels(source, [int(i) for i in images], self.processor)
-        for row, reason in failed:
-            name = source.name(int(images[row]))
-            if name not in self.unreadable:
-                self.unreadable[name] = reason
-                print(f"left out of {part}: {name}: {reason}", file=sys.stderr)
-        return found, [row for row, _ in failed]
+        lost = np.unique(batch["image"][(batch["labels"] < 0).all(axis=1)])
+        return [f"left out of {part}: {source.name(i)}: {_reason(source, i)}" for i in lost.tolist() if i >= 0]
 
-    def carry(self, rows: int) -> None:
-        return None
-
-    def loss(self, model: Captioner, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
+    def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         return model.loss(batch["pixels"], batch["labels"], smoothing=smoothing, z_loss=z_loss, key=key)[1], None
 
-    def divisor(self, batch: dict[str, Array]) -> None:
-        return None
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        loss = float(sums.loss / sums.weight)
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
-
-    def written(self, model: Captioner, path: Path) -> dict[str, float]:
-        """Write for the first validation images; predictions and a contact sheet go to `path` and beside it."""
+    def written(self, model: Any, path: Path) -> dict[str, float]:
+        """The contact sheet lies beside the predictions."""
         if not self.scores:
             return {}
-        sheet = path.with_suffix(".html")
-        return self.write(model, self._options, path, sheet, self.writing.batch_size, self.writing.examples)
+        how = (self.writing.batch_size, self.writing.examples)
+        return self.generate_and_score(model, self._options, *how, path, path.with_suffix(".html"))
 
-    def write(
+    def generate_and_score(
         self,
-        model: Captioner,
+        model: Any,
         options: Options,
-        path: Path | None,
-        sheet: Path | None,
         batch_size: int,
         limit: int | None,
+        path: Path | None = None,
+        sheet: Path | None = None,
         part: str = "validation",
     ) -> dict[str, float]:
-        """Scores of what the model writes for all images that can be read; predictions and a contact sheet go to
-        files."""
+        """For all images that can be read; predictions and a contact sheet go to files."""
         source = self.sets[part]
         n = min(len(source), limit or len(source))
         lost: set[int] = set()
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for rows in groups(range(n), batch_size):
-                found, failed = self._pixels(part, np.maximum(rows, 0))
-                lost.update(int(rows[row]) for row in failed)
+                found, failed = pixels(source, np.maximum(rows, 0).tolist(), self.processor)
+                lost.update(int(rows[row]) for row, _ in failed)
                 yield rows, found
 
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        generator = Generator(CaptionDecoding, model, options, self.config.pad_id, eos)
+        generator = Generator(self.family.decoder, model, options, self.config.pad_id, eos)
         made = {one.prompt: self.tokenizer.decode(one.tokens).strip() for one in generator.outputs(batches())}
         read = [i for i in range(n) if i not in lost]
         wanted = [[t.lower() if self.objective.lowercase else t for t in source.captions(i)] for i in read]
@@ -205,11 +173,23 @@ class Caption:
         name = self.sets["training"].name(int(batch["image"][row]))
         return {"sees": name, "writes": self.tokenizer.decode(labels[labels >= 0].tolist())}
 
+    def counted(self, limit: int | None, skipped: int) -> str:
+        n = len(self.sets["validation"])
+        return f"{min(n, limit or n) - skipped:,} pictures"
+
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run on this data cannot go on without."""
         digests = {f"{name}_data": part.identity()["digest"] for name, part in self.sets.items()}
         return digests | {"images": [len(part) for part in self.sets.values()], "examples": self.examples}
+
+
+def _reason(source: CaptionSet, number: int) -> str:
+    """Why an image cannot be read."""
+    try:
+        source.image(number)
+    except Unreadable as error:
+        return str(error)
+    return "it could not be read before"
 
 
 def _thumbnail(source: CaptionSet, number: int) -> Any:

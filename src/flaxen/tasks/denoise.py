@@ -2,37 +2,40 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jax import Array
 
 from flaxen.data.order import examples
 from flaxen.data.span_corruption import corrupt, lengths, restore
-from flaxen.data.store import Tokens
+from flaxen.data.store import Tokens, open_corpus
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
-from flaxen.models.t5 import T5, Config, flops
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import Objective
-from flaxen.tasks.task import Batch
+from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
 
 EVALUATION = 2**62  # where the noise of validation examples begins: far from any training step
 
 
-class Denoise:
-    """The task of the trainer. A row of raw tokens, cut from the documents laid end to end, is an example."""
-
-    scores: tuple[str, ...] = ()  # it is not asked to write
+class Denoise(Task):
+    """A row of raw tokens, cut from the documents laid end to end, is an example."""
 
     def __init__(
-        self, config: Config, objective: Objective, tokenizer: Tokenizer, train: Tokens, validation: Tokens, seed: int
+        self,
+        family: ModelFamily,
+        config: Any,
+        objective: Objective,
+        tokenizer: Tokenizer,
+        train: Tokens,
+        validation: Tokens,
+        seed: int,
     ):
         # ByT5's spans are longer because bytes are shorter.
         mean_span = objective.mean_span or (20.0 if isinstance(tokenizer, ByteTokenizer) else 3.0)
         self.lengths = lengths(objective.input_length, objective.density, mean_span)
-        self.tokenizer, self.objective, self.seed = tokenizer, objective, seed
+        self.config, self.tokenizer, self.objective, self.seed = config, tokenizer, objective, seed
         if not tokenizer.sentinels:
             raise InputError(
                 "the tokenizer has no sentinels (<extra_id_0>, <extra_id_1>, …), which stand for the holes in the "
@@ -51,7 +54,12 @@ class Denoise:
             )
         self._train, self._validation = train, validation
         self.tokens = self.lengths.inputs + self.lengths.targets
-        self.flops = 3 * flops(config, self.lengths.inputs, self.lengths.targets)
+        self.flops = 3 * family.flops(config, self.lengths.inputs, self.lengths.targets)
+
+    @classmethod
+    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+        train, validation = open_corpus(settings.data, setup.tokenizer)
+        return cls(setup.family, setup.config, settings.objective, setup.tokenizer, train, validation, seed)
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
         first, last, _ = rows.indices(size)
@@ -71,34 +79,21 @@ class Denoise:
                 for name, array in batch.items()
             }
 
-    def carry(self, rows: int) -> None:
-        return None
-
-    def loss(self, model: T5, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
+    def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
         # The z-loss is a part of what is trained, not of what is measured.
         z_loss = self.objective.z_loss if key is not None else 0.0
         return model.loss(batch["input_ids"], batch["labels"], z_loss=z_loss, key=key)[1], None
 
-    def divisor(self, batch: dict[str, Array]) -> None:
-        return None
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        loss = float(sums.loss / sums.weight)
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
-        return values | ({"bits_per_byte": loss / math.log(2)} if isinstance(self.tokenizer, ByteTokenizer) else {})
-
-    def written(self, model: T5, path: Path) -> dict[str, float]:
-        return {}
+    def further_metrics(self, loss: float) -> dict[str, float]:
+        return {"bits_per_byte": loss / math.log(2)} if isinstance(self.tokenizer, ByteTokenizer) else {}
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run on this data cannot go on without."""
         parts = {"training_data": self._train, "validation_data": self._validation}
         names = {name: f"{p.store.digest}[{p.first}:{p.last}]" for name, p in parts.items()}
         return names | {"example": self.lengths._asdict()}
 
     def notes(self, size: int) -> list[str]:
-        """What a person should know of the data before it is trained on."""
         n = self.lengths
         return [
             f"{self.examples:,} training and {self.validation_examples:,} validation examples of {n.raw} tokens; each "
@@ -111,6 +106,17 @@ class Denoise:
         raw = restore(inputs, labels, self.tokenizer.sentinels, self.tokenizer.eos_id)
         text = self.tokenizer.decode(raw.tolist())
         return {"text": text, "reads": self._spelled(inputs), "writes": self._spelled(labels)}
+
+    def vocabulary(self) -> str:
+        first = ", ".join(map(str, self.tokenizer.sentinels[:3]))
+        return super().vocabulary().replace(" ids;", f" ids, sentinels {first}, …;")
+
+    def too_short(self) -> str:
+        return f" (an example has {self.lengths.raw} tokens)"
+
+    def counted(self, limit: int | None, skipped: int) -> str:
+        n = min(self.validation_examples, limit or self.validation_examples)
+        return f"{n:,} examples, {n * self.lengths.targets:,} target tokens"
 
     def _spelled(self, ids: np.ndarray) -> str:
         """Text with its holes numbered, whatever ids they have (ByT5's are bytes that no text has)."""

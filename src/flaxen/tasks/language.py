@@ -1,10 +1,10 @@
 """Language modelling: predict the next token of a long row of text, bytes or pixels, with what came before in mind."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ import numpy as np
 from jax import Array
 
 from flaxen.data.order import examples
-from flaxen.data.stream_store import Measure, Opened, Stream, pieces
-from flaxen.data.tokenizers import Tokenizer
+from flaxen.data.stream_store import Measure, Opened, Stream, open_streams, pieces
+from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
-from flaxen.models import vq_config, vq_lm
+from flaxen.models import vq_lm
 from flaxen.models.vq_config import Config
 from flaxen.models.vq_lm import VQLM, Noise, State
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import LanguageObjective
-from flaxen.tasks.task import Batch
+from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
 
 
 class Carry(NamedTuple):
@@ -33,13 +33,12 @@ class Carry(NamedTuple):
     key: Array  # of the dropout that stays the same for a whole sequence
 
 
-class Language:
-    """The task of the trainer. A sequence is trained on in chunks, one update for each; an example is a chunk."""
-
-    scores: tuple[str, ...] = ()
+class Language(Task):
+    """A sequence is trained on in chunks, one update for each; an example is a chunk."""
 
     def __init__(
         self,
+        family: ModelFamily,
         config: Config,
         objective: LanguageObjective,
         tokenizer: Tokenizer,
@@ -73,8 +72,25 @@ class Language:
         self.chunks = objective.length // chunk
         self.sequences = -(-len(self.train) // objective.length)
         self.examples = self.sequences * self.chunks
-        self.validation_sequences = -(-len(self.held) // objective.length)
-        self.tokens, self.flops = chunk, 3 * vq_config.flops(config, chunk)
+        self.validation_examples = -(-len(self.held) // objective.length)
+        self.tokens, self.flops = chunk, 3 * family.flops(config, chunk)
+
+    @classmethod
+    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+        data, objective, config = settings.data, settings.objective, setup.config
+        opened = open_streams(data, setup.tokenizer)
+        if config.image and opened.shape != config.image:
+            got = opened.shape or "none"
+            raise InputError(f"the model writes pictures of shape {config.image}, the data has {got}")
+        if data.kind != "text" and not isinstance(setup.tokenizer, ByteTokenizer):
+            raise InputError(
+                f"data.kind {data.kind} reads bytes as they are, and this model's tokens are a vocabulary's; leave "
+                "--model.tokenizer out, or read the files with --data.kind text"
+            )
+        config = dataclasses.replace(config, image=opened.shape)
+        if not training:  # any block that divides an update gives the same numbers
+            config = dataclasses.replace(config, block=math.gcd(config.block, objective.chunk))
+        return cls(setup.family, config, objective, setup.tokenizer, opened, seed, split)
 
     def _check_ids(self, name: str, stream: Stream) -> None:
         if name == "train" and not len(stream):
@@ -108,7 +124,7 @@ class Language:
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
         """Sequences in order, each from nothing; or all as one text for each row of the batch."""
-        n = min(self.validation_sequences, limit or self.validation_sequences)
+        n = min(self.validation_examples, limit or self.validation_examples)
         length = self.objective.length
         if self.objective.continued:
             rounds = -(-n // size)
@@ -148,13 +164,11 @@ class Language:
     def divisor(self, batch: dict[str, Array]) -> int | None:
         return batch["labels"].size if self.objective.normalise == "positions" else None
 
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        loss = float(sums.loss / sums.weight)
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
+    def further_metrics(self, loss: float) -> dict[str, float]:
         if self.data.shape:
-            return values | {"bits_per_dim": loss / math.log(2)}
+            return {"bits_per_dim": loss / math.log(2)}
         nats = loss * self.measure.tokens
-        values["bits_per_byte"] = nats / self.measure.bytes / math.log(2)
+        values = {"bits_per_byte": nats / self.measure.bytes / math.log(2)}
         if self.measure.words:
             values["word_perplexity"] = math.exp(min(nats / self.measure.words, 700.0))
         return values
@@ -164,19 +178,15 @@ class Language:
         """Of what is evaluated on; if there is nothing, of what is trained on."""
         return (self.held if len(self.held) else self.train).measured()
 
-    def written(self, model: VQLM, path: Path) -> dict[str, float]:
-        return {}
-
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run on this data cannot go on without."""
         return {"training_data": self.train.identity, "validation_data": self.held.identity}
 
     def notes(self, size: int) -> list[str]:
         c, state = self.config, jax.eval_shape(lambda: vq_lm.empty(self.config, 1))
         kind = f"{self.objective.length:,} tokens, {self.chunks} update(s) of {self.objective.chunk:,}"
         return [
-            f"{self.sequences:,} training and {self.validation_sequences:,} {self.split} sequences of {kind} each",
+            f"{self.sequences:,} training and {self.validation_examples:,} {self.split} sequences of {kind} each",
             f"state of a sequence, whatever its length: {vq_lm.state_bytes(state) / 1e6:,.2f} MB"
             if c.attention == "vq"
             else "full attention: its cost grows with the square of the length, and it has no codebooks",
@@ -190,8 +200,8 @@ class Language:
         text = self.tokenizer.decode(np.maximum(labels, 0).tolist())
         return {"reads": self.tokenizer.decode(inputs.tolist()), "writes": text}
 
-    def started(self, model: VQLM) -> VQLM:
-        """The model that training starts from: with codebooks of the data, if they are wanted."""
+    def start(self, model: VQLM) -> VQLM:
+        """With codebooks of the data, if they are wanted."""
         if self.objective.codebooks == "random" or self.config.attention == "full":
             return model
         batch = self.batch(0, min(8, self.sequences))

@@ -50,6 +50,11 @@ class PairObjective:
                 f"smoothing is a share below 1 and z_loss not negative, got {self.smoothing}, {self.z_loss}"
             )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest output."""
+        return self.target_length
+
 
 @dataclass(frozen=True)
 class Writing:
@@ -136,3 +141,8 @@ class CaptionObjective:
             raise InputError(
                 f"smoothing is a share below 1 and z_loss not negative, got {self.smoothing}, {self.z_loss}"
             )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest output."""
+        return self.length

@@ -1,18 +1,17 @@
 """Text to text: the model reads a source and writes its target. So T5 and LongT5 are fine-tuned."""
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jax import Array
 
 from flaxen.atomic import whole_file
 from flaxen.data.order import examples
-from flaxen.data.pair_store import Groups, Lengths, PairTokens, fitting, pack, shapes
+from flaxen.data.pair_store import Groups, Lengths, PairTokens, fitting, open_pairs, pack, shapes
 from flaxen.data.pairs import Pair
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
@@ -20,21 +19,20 @@ from flaxen.generate.batches import batches
 from flaxen.generate.options import Options
 from flaxen.generate.run import Generator
 from flaxen.metrics import text
-from flaxen.models.t5 import T5, Config, flops
-from flaxen.models.t5_decoding import Decoding
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import PairObjective, Writing
-from flaxen.tasks.task import Batch
+from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
 
 SIDES = ("source", "target")
 
 
-class Seq2Seq:
-    """The task of the trainer. An example is a pair or, when packed, a row of pairs that do not see each other."""
+class Seq2Seq(Task):
+    """An example is a pair or, when packed, a row of pairs that do not see each other."""
 
     def __init__(
         self,
-        config: Config,
+        family: ModelFamily,
+        config: Any,
         objective: PairObjective,
         writing: Writing,
         tokenizer: Tokenizer,
@@ -42,13 +40,8 @@ class Seq2Seq:
         validation: PairTokens,
         seed: int,
     ):
-        self.config, self.objective, self.writing, self.tokenizer, self.seed = (
-            config,
-            objective,
-            writing,
-            tokenizer,
-            seed,
-        )
+        self.family, self.config, self.objective, self.writing = family, config, objective, writing
+        self.tokenizer, self.seed = tokenizer, seed
         self.limits = Lengths(objective.source_length, objective.target_length)
         self._train, self._validation = train, validation
         if not len(train):
@@ -61,16 +54,22 @@ class Seq2Seq:
         self.packed = pack(lengths, self.limits) if objective.batching == "packed" else None
         self._groups = Groups(lengths, seed)
         self.examples = len(self.packed or train)
-        self.pairs, self.validation_pairs = len(train), len(validation)
+        self.pairs, self.validation_examples = len(train), len(validation)
         self.tokens = round(lengths.sum() / self.examples)
         # Of the mean pair: attention grows faster than length, and so this is a little less than the mean of all.
         mean = lengths.mean(axis=0).round().astype(int).tolist()
-        self.flops = 3 * flops(config, *mean) * len(train) / self.examples
+        self.flops = 3 * family.flops(config, *mean) * len(train) / self.examples
         self.scores: tuple[str, ...] = text.NAMES if writing.examples and len(validation) else ()
 
         self._options = writing.options(self.limits.target)
         # Read now, so that what is wrong with them is not found at the first evaluation.
         self._references = self._read(writing.examples) if self.scores else []
+
+    @classmethod
+    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+        train, validation = open_pairs(settings.data, setup.tokenizer)
+        how = (settings.objective, settings.writing, setup.tokenizer)
+        return cls(setup.family, setup.config, *how, train, validation, seed)
 
     def _within_limits(self, part: PairTokens, name: str) -> np.ndarray:
         over = part.lengths > np.array(self.limits)
@@ -85,8 +84,7 @@ class Seq2Seq:
         return np.minimum(part.lengths, np.array(self.limits))
 
     def notes(self, size: int) -> list[str]:
-        """What a person should know of the data before it is trained on with batches of `size`."""
-        said = [f"{self.pairs:,} training pairs, {self.validation_pairs:,} to validate"]
+        said = [f"{self.pairs:,} training pairs, {self.validation_examples:,} to validate"]
         if self.packed is not None:
             said[0] += f"; {self.examples:,} rows of {self.limits.source} + {self.limits.target} tokens"
         for part, name in ((self._train, "training"), (self._validation, "validation")):
@@ -116,46 +114,41 @@ class Seq2Seq:
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
         """Pair by pair, never packed: what is measured does not depend on how training batches are made."""
-        n = min(self.validation_pairs, limit or self.validation_pairs)
+        n = min(self.validation_examples, limit or self.validation_examples)
         order = np.argsort(self._validation_lengths[:n, 0], kind="stable")
         for first in range(0, n, size):
             chosen = order[first : first + size]
             shape = self._shape(self._validation_lengths[chosen].max(axis=0))
             yield self._filled(self._validation, [[i] for i in chosen.tolist()] + [[]] * (size - len(chosen)), shape)
 
-    def carry(self, rows: int) -> None:
-        return None
-
-    def loss(self, model: T5, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
+    def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         segments, targets = batch["segments"], batch["target_segments"]
         # One pair to a row: a mask will do, and attention over it is cheaper than over numbered segments.
         masks = (segments, targets) if self.packed is not None else (segments > 0, None)
-        return model.loss(batch["input_ids"], batch["labels"], *masks, smoothing=smoothing, z_loss=z_loss, key=key)[
-            1
-        ], None
+        how = {"smoothing": smoothing, "z_loss": z_loss, "key": key}
+        return model.loss(batch["input_ids"], batch["labels"], *masks, **how)[1], None
 
-    def divisor(self, batch: dict[str, Array]) -> None:
-        return None
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        loss = float(sums.loss / sums.weight)
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
-
-    def written(self, model: T5, path: Path) -> dict[str, float]:
-        """Write for the first validation sources; predictions go to `path`, their scores are returned."""
+    def written(self, model: Any, path: Path) -> dict[str, float]:
         if not self.scores:
             return {}
-        return self.write(model, self._options, path, self.writing.batch_size, self.writing.examples)
+        how = (self.writing.batch_size, self.writing.examples)
+        return self.generate_and_score(model, self._options, *how, path, None)
 
-    def write(
-        self, model: T5, options: Options, path: Path | None, batch_size: int, limit: int | None
+    def generate_and_score(
+        self,
+        model: Any,
+        options: Options,
+        batch_size: int,
+        limit: int | None,
+        path: Path | None = None,
+        sheet: Path | None = None,
     ) -> dict[str, float]:
-        """Scores of what the model writes for validation sources; it goes to `path` with the references."""
-        n = min(self.validation_pairs, limit or self.validation_pairs)
+        """Predictions go to `path` with their references."""
+        n = min(self.validation_examples, limit or self.validation_examples)
         prompts = [self._validation.pair(i, self.limits)[0].tolist() for i in range(n)]
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        generator = Generator(Decoding, model, options, self.config.pad_id, eos)
+        generator = Generator(self.family.decoder, model, options, self.config.pad_id, eos)
         outputs = generator.outputs(batches(prompts, batch_size, self.config.pad_id))
         found = {one.prompt: self.tokenizer.decode(one.tokens) for one in outputs}
         predictions = [found[i] for i in range(n)]
@@ -174,17 +167,21 @@ class Seq2Seq:
 
     def show(self, batch: Batch, row: int) -> dict[str, str]:
         """The pairs of a row as text: what the model reads, what it shall write."""
-        spelled = lambda ids, segments: " ┃ ".join(  # noqa: E731
-            self.tokenizer.decode(ids[segments == i].tolist()) for i in range(1, segments.max() + 1)
-        )
+
+        def spelled(ids: np.ndarray, segments: np.ndarray) -> str:
+            texts = (ids[segments == i].tolist() for i in range(1, segments.max() + 1))
+            return " ┃ ".join(map(self.tokenizer.decode, texts))
+
         return {
             "reads": spelled(batch["input_ids"][row], batch["segments"][row]),
             "writes": spelled(batch["labels"][row], batch["target_segments"][row]),
         }
 
+    def counted(self, limit: int | None, skipped: int) -> str:
+        return super().counted(limit, skipped).replace("examples", "pairs")
+
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run on this data cannot go on without."""
         return {"training_data": self._train.name, "validation_data": self._validation.name, "examples": self.examples}
 
     def _shape(self, lengths: np.ndarray) -> Lengths:

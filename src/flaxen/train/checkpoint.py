@@ -1,9 +1,6 @@
 """Checkpoints of a run: written beside the training by orbax, complete or not there at all."""
 
-import functools
-import logging
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,10 +32,6 @@ class Checkpoints:
     """The numbered checkpoints of a directory. Each holds the state and, as JSON, what the loop remembers."""
 
     def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
-        # orbax tells every file it writes, and every error several times before it raises it.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        _hush_late_writes()
         self._kept = Kept(keep)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
@@ -128,15 +121,3 @@ def _remove_for_good(directory: Path) -> None:
         if away == 5:
             return
         time.sleep(0.1)
-
-
-@functools.cache
-def _hush_late_writes() -> None:
-    """When one write fails, tensorstore prints a traceback for each that ends later. The first error is raised."""
-    show = sys.unraisablehook
-
-    def hook(lost: Any) -> None:
-        if not (lost.exc_type is RuntimeError and str(lost.exc_value) == "Event loop is closed"):
-            show(lost)
-
-    sys.unraisablehook = hook

@@ -2,10 +2,10 @@
 
 import math
 import signal
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from flaxen.data.loader import ahead
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
-from flaxen.tasks.task import Task
+from flaxen.tasks.task import Batch, Task
 from flaxen.train.checkpoint import Checkpoints
 from flaxen.train.display import Display, numbers, seconds
 from flaxen.train.run import Run
@@ -35,10 +35,12 @@ def train(
     trackers: list[Tracker],
     export: Export,
     quiet: bool = False,
+    received: Sequence[int] = (),
 ) -> dict[str, float]:
     """Train from the newest checkpoint of the run, or else from `initial()`. Returns the last evaluation.
 
-    `abstract` is the shape of the model: with a checkpoint there are no initial weights to make.
+    `abstract` is the shape of the model: with a checkpoint there are no initial weights to make. When a signal's number
+    appears in `received`, the step ends, is saved, and the process exits.
     """
     task, training, steps = stepper.task, stepper.training, stepper.steps
     checkpoints = Checkpoints(run.checkpoints, training.keep)
@@ -58,13 +60,16 @@ def train(
         for tracker in trackers:
             tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step)
 
+    skipped: set[str] = set()
+
     def make(step: int) -> dict[str, jax.Array]:
-        return jax.device_put(task.batch(step, training.batch_size))
+        batch = task.batch(step, training.batch_size)
+        report_problems(task.problems(batch), skipped)
+        return jax.device_put(batch)
 
     with (
         ExitStack() as ending,
         closing(checkpoints),
-        _signals() as received,
         Display(steps, done, quiet) as display,
         closing(ahead(make, range(done, steps))) as batches,
     ):
@@ -85,35 +90,36 @@ def train(
                 memory.absorb(pending, step - 1, run.directory)
                 display.step(step - 1, memory.loss, speed.text())
             pending = report
-            due = lambda every, step=step: step == steps or (every and step % every == 0)  # noqa: E731
+            log, validate, save = (
+                step == steps or (every and step % every == 0)
+                for every in (training.log_every, training.eval_every, training.save_every)
+            )
             stopping = bool(received)
-            if not (due(training.log_every) or due(training.eval_every) or due(training.save_every) or stopping):
+            if not (log or validate or save or stopping):
                 continue
 
             memory.absorb(report, step, run.directory)
             pending = None
             speed.stop(step - done)
-            if due(training.log_every):
+            if log:
                 values = memory.window(task) | {
                     "gradient_norm": float(report.norm),
                     "learning_rate": float(report.rate),
                 }
                 display.line(f"step {step:,}  {numbers(values)}  {speed.text()}")
                 write("train", step, values | speed.values())
-            if due(training.eval_every):
+            if validate:
                 limits = (training.eval_rows, training.eval_examples)
-                memory.evaluation = evaluate(task, stepper.score, state.model, *limits)
+                memory.evaluation = evaluate(task, stepper.score, state.model, *limits, skipped)
                 if memory.evaluation and task.scores:
-                    (run.directory / "predictions").mkdir(exist_ok=True)
-                    path = run.directory / "predictions" / f"step-{step}.jsonl"
-                    memory.evaluation |= task.written(stepper.model(state.model), path)
+                    memory.evaluation |= task.written(stepper.model(state.model), run.new_predictions(step))
                 if memory.evaluation:
                     if not math.isfinite(memory.evaluation["loss"]):
                         raise Diverged(f"the validation loss is {memory.evaluation['loss']}", step, run.directory)
                     display.line(f"step {step:,}  validation: {numbers(memory.evaluation)}")
                     write("eval", step, memory.evaluation)
                 memory.note_best(step)
-            if due(training.save_every) or stopping or memory.best_step == step:
+            if save or stopping or memory.best_step == step:
                 checkpoints.save(step, state, memory.saved(), memory.best_step)
             if stopping:
                 checkpoints.wait()
@@ -126,14 +132,12 @@ def train(
         if done == steps:
             display.line(f"the run is complete: {steps:,} steps")
         checkpoints.wait()
-        for name, wanted in (("model", steps), ("best", memory.best_step)):
-            if wanted is not None and (done < steps or not (run.directory / name).exists()):
+        for target, wanted in ((run.model, steps), (run.best, memory.best_step)):
+            if wanted is not None and (done < steps or not target.exists()):
                 chosen = state if wanted == int(state.step) else checkpoints.restore(wanted, state)[0]
-                export(chosen.model, run.directory / name)
+                export(chosen.model, target)
         if done < steps:
-            display.line(
-                f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.directory / 'model'}"
-            )
+            display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.model}")
     return memory.evaluation or {}
 
 
@@ -143,14 +147,30 @@ def evaluate(
     model: Any,
     size: int,
     limit: int | None = None,
+    skipped: set[str] | None = None,
 ) -> dict[str, float]:
-    """Exact means over the validation examples, whatever the batch size; nothing if there are none."""
+    """Exact means over the validation examples, whatever the batch size; nothing if there are none. What cannot be read
+    is reported, and added to `skipped`."""
     total, carry = np.zeros(len(Sums._fields)), task.carry(size)
-    with closing(ahead(jax.device_put, task.evaluation(size, limit))) as batches:
+    known = set[str]() if skipped is None else skipped
+
+    def make(batch: Batch) -> dict[str, jax.Array]:
+        report_problems(task.problems(batch, "validation"), known)
+        return jax.device_put(batch)
+
+    with closing(ahead(make, task.evaluation(size, limit))) as batches:
         for batch in batches:
             sums, carry = score(model, batch, carry)
             total += np.asarray(sums, np.float64)
     return task.metrics(Sums(*total)) if total[-1] else {}
+
+
+def report_problems(problems: Sequence[str], known: set[str]) -> None:
+    """Say what is skipped, once."""
+    for problem in problems:
+        if problem not in known:
+            known.add(problem)
+            print(problem, file=sys.stderr)
 
 
 class Memory:
@@ -237,24 +257,3 @@ class Speed:
             return ""
         mfu = f"  {100 * self._rate * self._flops / self._peak:.0f} % MFU" if self._peak else ""
         return f"{self._rate * self._tokens:,.0f} tokens/s{mfu}"
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT, so that the step under way can end and be saved. The second one interrupts."""
-    received: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

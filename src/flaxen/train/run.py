@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,36 +43,57 @@ FREE = ("out", "data.*", "tracking.*", "training.log_every", "training.eval_*", 
 PACKAGES = ("flaxen", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-class Run:
+Complete = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class RunFiles:
+    """Every name inside a run directory."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.config = directory / "config.toml"
+        self.facts = directory / "run.json"
+        self.metrics = directory / "metrics.jsonl"
+        self.lock = directory / "lock"
+        self.checkpoints = directory / "checkpoints"
+        self.model = directory / "model"
+        self.best = directory / "best"
+        self.predictions = directory / "predictions"
+        self.codebooks = directory / "codebooks.png"
+
+    def new_predictions(self, step: int) -> Path:
+        """Where the predictions of an evaluation go."""
+        self.predictions.mkdir(exist_ok=True)
+        return self.predictions / f"step-{step}.jsonl"
+
+    def records(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl, line by line."""
+        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+
+
+class Run(RunFiles):
     """A run directory that this process holds: no other can train in it meanwhile."""
 
-    def __init__(self, directory: Path, config: dict[str, Any], facts: dict[str, Any]):
+    def __init__(self, directory: Path, config: dict[str, Any], facts: dict[str, Any], complete: Complete = dict):
         """Open a new directory, or one of the same run."""
-        check(directory, config)
+        check(directory, config, complete)
+        super().__init__(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self._lock = directory, _lock(directory)
+        self._held = _hold(self.lock)
         try:
-            if (directory / "config.toml").exists():
+            if self.config.exists():
                 check_facts(directory, facts)
             else:
-                _write(directory / "run.json", json.dumps(_circumstances() | {"resolved": facts}, indent=2) + "\n")
-            # Also when the run goes on: what may change has changed, such as where the data lies.
-            _write(directory / "config.toml", tomli_w.dumps(config))
+                _write(self.facts, json.dumps(_circumstances() | {"resolved": facts}, indent=2) + "\n")
+            # Also when the run is resumed: what may change has changed, such as where the data lies.
+            _write(self.config, tomli_w.dumps(config))
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Let another process have it."""
-        self._lock.close()
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.directory / "metrics.jsonl"
+        self._held.close()
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps that are about to be made again, and half a line that a kill may have left."""
@@ -87,8 +109,9 @@ class Run:
             file.write(json.dumps(values) + "\n")
 
 
-def check(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse a directory that holds something else, or a run with other settings."""
+def check(directory: Path, config: dict[str, Any], complete: Complete = dict) -> None:
+    """Refuse a directory that holds something else, or a run with other settings. `complete` adds the defaults of
+    settings that there were not yet when the run began."""
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; --out must be a directory for the run")
     here = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
@@ -100,31 +123,38 @@ def check(directory: Path, config: dict[str, Any]) -> None:
             f"{directory} holds something else than a run of Flaxen ({', '.join(strange[:5])}); choose another --out"
         )
     if "config.toml" in here:
-        before, now = flat(read_config(directory)), flat(config)
+        before, now = flat(complete(read_config(directory))), flat(config)
         fixed = [name for name in sorted({*before, *now}) if not any(fnmatchcase(name, free) for free in FREE)]
         _refuse_changes(directory, {name: (before.get(name), now.get(name)) for name in fixed})
 
 
 def check_facts(directory: Path, facts: dict[str, Any]) -> None:
     """Refuse to go on with another model or other data than the run began with: `facts` has sizes and digests."""
-    before = flat(json.loads((directory / "run.json").read_text(encoding="utf-8"))["resolved"])
+    before = flat(json.loads(RunFiles(directory).facts.read_text(encoding="utf-8"))["resolved"])
     now = flat(json.loads(json.dumps(facts)))
-    _refuse_changes(directory, {name: (before.get(name), now.get(name)) for name in sorted({*before, *now})})
+    # A field that configurations did not have when the run began is at its default, which changes nothing.
+    new = {name for name in now if name not in before and name.startswith("model.")}
+    names = sorted({*before, *now} - new)
+    _refuse_changes(directory, {name: (before.get(name), now.get(name)) for name in names})
 
 
 def _refuse_changes(directory: Path, pairs: dict[str, tuple[Any, Any]]) -> None:
-    say = lambda value: "not set" if value is None else repr(value)  # noqa: E731
-    changed = [f"  {name}: was {say(old)}, is {say(new)}" for name, (old, new) in pairs.items() if old != new]
+    changed = [f"  {name}: was {_shown(old)}, is {_shown(new)}" for name, (old, new) in pairs.items() if old != new]
     if changed:
         raise InputError(
             f"{directory} holds another run, which cannot go on with something changed:\n" + "\n".join(changed) + "\n"
-            f"Set it back, or choose another --out (to start from its weights: --model.init {directory / 'model'})"
+            f"Set it back, or choose another --out (to start from its weights: --model.init "
+            f"{RunFiles(directory).model})"
         )
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The settings of a run that exists."""
-    path = directory / "config.toml"
+    path = RunFiles(directory).config
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -141,14 +171,16 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return items
 
 
-def _lock(directory: Path) -> TextIO:
+def _hold(lock: Path) -> TextIO:
     """Held until it is closed or the process ends, however it ends."""
-    file = (directory / "lock").open("w")
+    file = lock.open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise InputError(f"another process is training in {directory}; wait for it, or choose another --out") from None
+        raise InputError(
+            f"another process is training in {lock.parent}; wait for it, or choose another --out"
+        ) from None
     return file
 
 

@@ -1,0 +1,59 @@
+"""The tokens of captions on disk, made once, and which image each caption is of."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxen.data.captions import CaptionSet
+from flaxen.data.files import Report, silent
+from flaxen.data.store import TokenStore, open_store
+from flaxen.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class CaptionTexts:
+    """The captions of a set, image by image: a source of the token store."""
+
+    captions: CaptionSet
+    lowercase: bool
+    size: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.captions.source.name
+
+    def identity(self) -> dict[str, Any]:
+        return {"lowercase": self.lowercase, **self.captions.identity()}
+
+    def texts(self, report: Report = silent) -> Iterator[str]:
+        for i in range(len(self.captions)):
+            for text in self.captions.captions(i):
+                yield text.lower() if self.lowercase else text
+
+
+class CaptionTokens:
+    """The captions of a set as tokens, each ended by eos, with the numbers of their images."""
+
+    def __init__(self, captions: CaptionSet, tokenizer: Tokenizer, lowercase: bool, cache: Path | None):
+        counts = [len(captions.captions(i)) for i in range(len(captions))]
+        self.image = np.repeat(np.arange(len(captions)), counts)
+        self._store: TokenStore | None = None
+        self.lengths = np.zeros(0, np.int64)
+        if len(captions):
+            self._store = open_store(CaptionTexts(captions, lowercase), tokenizer, cache)
+            self.lengths = self._store.document_lengths()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def labels(self, numbers: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Captions with these numbers, -1 behind them. One that is cut has no end token: it is not over."""
+        batch = np.full((len(numbers), length), -1, np.int32)
+        for row, number in enumerate(numbers):
+            assert self._store is not None
+            tokens = self._store.document(int(number))[:length]
+            batch[row, : len(tokens)] = tokens
+        return batch

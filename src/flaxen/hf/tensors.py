@@ -1,0 +1,39 @@
+"""The tensors of a checkpoint, whatever file they are in. A new file format is one class that looks like `Tensors`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class Tensors(Protocol):
+    """Tensors by name. Names, shapes and dtypes are known at once; numbers are read when they are asked for."""
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __contains__(self, name: str) -> bool: ...
+    def __getitem__(self, name: str) -> np.ndarray: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str: ...
+
+
+class InMemory:
+    """Tensors that are arrays already."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._arrays = arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return np.shape(self._arrays[name])
+
+    def dtype(self, name: str) -> str:
+        return str(self._arrays[name].dtype)

@@ -1,0 +1,39 @@
+"""Reading a text into the state of a Transformer-VQ, to generate from it at any time."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flaxen.models import vq_lm
+from flaxen.nn.param import with_config
+
+LARGEST = 6  # pieces have at most 2^6 blocks
+
+
+def read(model: vq_lm.VQLM, ids: Sequence[int], state: vq_lm.State | None = None) -> vq_lm.State:
+    """The state after reading `ids`. Its size does not depend on how many there are."""
+    block = model.config.block
+    state, first = vq_lm.empty(model.config, 1) if state is None else state, 0
+    for n in _pieces(len(ids), block):
+        state = _read(model, min(n, block), jnp.asarray([ids[first : first + n]]), state)
+        first += n
+    return state
+
+
+def _pieces(n: int, block: int) -> Iterator[int]:
+    """n tokens in pieces of few different sizes, each of which is a program to compile: 64, 32, … 1 blocks, and then
+    less than one."""
+    while n:
+        size = block << min((n // block).bit_length() - 1, LARGEST) if n >= block else 1 << (n.bit_length() - 1)
+        yield size
+        n -= size
+
+
+@partial(jax.jit, static_argnames="block")
+def _read(model: vq_lm.VQLM, block: int, ids: Array, state: vq_lm.State) -> vq_lm.State:
+    """The result does not depend on the block."""
+    return with_config(model, dataclasses.replace(model.config, block=block))(ids, state)[1]

@@ -1,0 +1,123 @@
+"""Checkpoint directories: what one says of its model, the weights, and how they are written."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxen import families
+from flaxen.data.images import Processor
+from flaxen.data.tokenizers import Tokenizer, load_tokenizer
+from flaxen.errors import InputError
+from flaxen.families import Family
+from flaxen.hf import files, peft, weightmap
+from flaxen.hf.safetensors_files import Safetensors, write_tensors
+from flaxen.hf.tensors import Tensors
+from flaxen.models.config import with_options
+from flaxen.nn.param import initialise
+from flaxen.pretrained.model import Pretrained
+from flaxen.train import lora
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint directory, opened: all but the numbers."""
+
+    directory: Path
+    family: Family
+    config: Any
+    tensors: Tensors
+    generation: dict[str, Any]  # generation_config.json, empty if there is none
+    processor: Processor | None  # preprocessor_config.json
+
+    def tokenizer(self) -> Tokenizer | None:
+        return load_tokenizer(self.directory)
+
+    def weights(
+        self, config: Any = None, dtype: Any = jnp.float32, adapter: str | os.PathLike[str] | None = None
+    ) -> Any:
+        """The model, with this configuration if it is another way to compute the same, and a LoRA adapter added."""
+        stored, form = self.config, self.family.format
+        rows = form.rows(stored, self.tensors)
+        unneeded = lambda name: form.unneeded(name, self.tensors)  # noqa: E731
+        model = weightmap.load(self.family.model(stored), rows, self.tensors, dtype, unneeded)
+        model = model if config is None else self.family.with_config(model, config)
+        return model if adapter is None else with_adapter(model, adapter)
+
+
+def read(directory: Path) -> Stored:
+    """A checkpoint directory as it says of itself; no weights are read."""
+    json = files.read_json(directory / "config.json")
+    family = families.of_json(json, directory)
+    tensors = Safetensors(directory)
+    path = directory / "generation_config.json"
+    generation = files.read_json(path) if path.exists() else {}
+    # Its ids win over config.json's, as in transformers.
+    own = {name: value for name in family.format.special if (value := generation.get(name)) is not None}
+    config = family.format.read_config({**json, **own}, tensors)
+    return Stored(directory, family, config, tensors, generation, Processor.read(directory))
+
+
+def write(model: Any, directory: Path, generation: dict[str, Any], shard_bytes: int) -> None:
+    """config.json, generation_config.json and the weights."""
+    config, form = model.config, families.of_model(model).format
+    dtype = str(jax.tree.leaves(model)[0].dtype)
+    tensors = form.with_copies(config, weightmap.save(model, form.rows(config, None)))
+    files.write_json(directory / "config.json", form.write_config(config, dtype))
+    if form.special:
+        ids = {name: value for name, value in form.special_ids(config).items() if value is not None}
+        files.write_json(directory / "generation_config.json", {**ids, **generation})
+    write_tensors(directory, tensors, shard_bytes)
+
+
+def load(
+    source: str | os.PathLike[str],
+    dtype: str = "float32",
+    compute: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> Pretrained:
+    """A checkpoint directory or hub id, with a LoRA adapter of PEFT's form added. Weights are kept in `dtype`; matmuls
+    are computed in `compute`, or `dtype`."""
+    for name in (dtype, compute or dtype):
+        if name not in DTYPES:
+            raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
+    stored = read(files.locate(source))
+    config = computed_in(stored.config, compute or dtype)
+    tokenizer = stored.tokenizer()
+    check_tokenizer(tokenizer, config, stored.directory)
+    model = stored.weights(config, DTYPES[dtype], adapter)
+    return Pretrained(model, tokenizer, stored.generation, stored.processor)
+
+
+def create(
+    config: Any, seed: int = 0, tokenizer: Tokenizer | None = None, processor: Processor | None = None
+) -> Pretrained:
+    """A model with random weights."""
+    return Pretrained(initialise(families.of_config(config).model(config), seed), tokenizer, {}, processor)
+
+
+def with_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
+    """The model with a LoRA adapter of a directory or hub id added to its weights."""
+    rows = families.of_model(model).format.rows(model.config, None)
+    return lora.merge(model, peft.read(files.locate(adapter), rows, dict(lora.linears(model))), 1.0)
+
+
+def computed_in(config: Any, compute: str, **options: Any) -> Any:
+    try:
+        return with_options(config, compute=compute, **options)
+    except ValueError as error:
+        raise InputError(f"the model's configuration: {error}") from None
+
+
+def check_tokenizer(tokenizer: Tokenizer | None, config: Any, where: Any) -> None:
+    """Refuse a tokenizer with more ids than the model has rows."""
+    rows = getattr(config, "vocab_size", None)
+    if tokenizer is not None and rows is not None and tokenizer.size > rows:
+        raise InputError(
+            f"{where}: the tokenizer has {tokenizer.size:,} ids and the model only {rows:,}; they do not fit"
+        )
