@@ -78,22 +78,27 @@ def run(worker: Worker, most: int) -> None:
     worker.run(loss, train, generate, ["jax", "flax", "flaxen"])
 
 
-class OneBatch(Task):
-    """A `flaxen.tasks.task.Task` of one batch. Its loss passes no key on, so there is no dropout."""
+def one_batch(source: Any, labels: Any) -> Any:
+    from flaxen.tasks.task import Task  # not before the process has settled its memory
 
-    tokens, flops = 0, 0.0  # for the display of speed, which there is not
+    class OneBatch(Task):
+        """A `flaxen.tasks.task.Task` of one batch. Its loss passes no key on, so there is no dropout."""
 
-    def __init__(self, source: Any, labels: Any) -> None:
-        self._batch, self.examples = {"input_ids": source, "labels": labels}, len(source)
+        tokens, flops = 0, 0.0  # for the display of speed, which there is not
 
-    def batch(self, step: int, size: int, rows: slice = slice(None)) -> dict[str, Any]:
-        return {name: array[rows] for name, array in self._batch.items()}
+        def __init__(self, source: Any, labels: Any) -> None:
+            self._batch, self.examples = {"input_ids": source, "labels": labels}, len(source)
 
-    def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, Any]]:
-        return iter(())
+        def batch(self, step: int, size: int, rows: slice = slice(None)) -> dict[str, Any]:
+            return {name: array[rows] for name, array in self._batch.items()}
 
-    def loss(self, model: Any, batch: dict[str, Any], carry: None, key: Any) -> Any:
-        return model.loss(batch["input_ids"], batch["labels"])[1], None
+        def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, Any]]:
+            return iter(())
+
+        def loss(self, model: Any, batch: dict[str, Any], carry: None, key: Any) -> Any:
+            return model.loss(batch["input_ids"], batch["labels"])[1], None
+
+    return OneBatch(source, labels)
 
 
 def pieces(source: Any, most: int) -> int:

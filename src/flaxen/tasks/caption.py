@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -65,7 +65,9 @@ class Caption(Task):
         self._options = writing.options(objective.length)
 
     @classmethod
-    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+    def open(
+        cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
+    ) -> "Caption":
         assert setup.processor is not None
         how = (settings.objective, settings.writing, setup.tokenizer, setup.processor)
         parts = open_captions(settings.data)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -57,7 +57,9 @@ class Denoise(Task):
         self.flops = 3 * family.flops(config, self.lengths.inputs, self.lengths.targets)
 
     @classmethod
-    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+    def open(
+        cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
+    ) -> "Denoise":
         train, validation = open_corpus(settings.data, setup.tokenizer)
         return cls(setup.family, setup.config, settings.objective, setup.tokenizer, train, validation, seed)
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,9 @@ class Language(Task):
         self.tokens, self.flops = chunk, 3 * family.flops(config, chunk)
 
     @classmethod
-    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+    def open(
+        cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
+    ) -> "Language":
         data, objective, config = settings.data, settings.objective, setup.config
         opened = open_streams(data, setup.tokenizer)
         if config.image and opened.shape != config.image:

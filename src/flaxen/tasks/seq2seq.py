@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -66,7 +66,9 @@ class Seq2Seq(Task):
         self._references = self._read(writing.examples) if self.scores else []
 
     @classmethod
-    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+    def open(
+        cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
+    ) -> "Seq2Seq":
         train, validation = open_pairs(settings.data, setup.tokenizer)
         how = (settings.objective, settings.writing, setup.tokenizer)
         return cls(setup.family, setup.config, *how, train, validation, seed)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jax import Array
@@ -50,7 +50,7 @@ class Task(ABC):
     tokenizer: Tokenizer
 
     @classmethod
-    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> Self:
+    def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> "Task":
         """The task on the data that `settings` name (their `data`, `objective`, …), evaluated on `split`. Without
         `training`, nothing but the evaluation is asked for."""
         raise InputError(f"{cls.__name__} opens no data by itself")
