@@ -19,7 +19,7 @@ from flaxen.errors import InputError
 from flaxen.generate.batches import batches, groups
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
-from flaxen.generate.search import ended
+from flaxen.generate.search import ended, prepare
 from flaxen.hf import families, files, peft
 from flaxen.hf.families import Model
 from flaxen.hf.vq_memory import Memory
@@ -27,19 +27,18 @@ from flaxen.models import vq_lm
 from flaxen.models.captioner import Captioner
 from flaxen.models.captioner import Config as PairConfig
 from flaxen.models.gpt2 import GPT2
-from flaxen.models.gpt2_decoding import CaptionDecoding
-from flaxen.models.gpt2_decoding import Decoding as GPT2Decoding
+from flaxen.models.gpt2_decoding import CaptionDecoder, GPT2Decoder
 from flaxen.models.t5 import T5
-from flaxen.models.t5_decoding import Decoding as T5Decoding
+from flaxen.models.t5_decoding import T5Decoder
 from flaxen.models.vit import ViT
-from flaxen.models.vq_decoding import Decoding as VQDecoding
+from flaxen.models.vq_decoding import VQDecoder
 from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
 from flaxen.train import lora
 from flaxen.tree import leaves, map_leaves
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-DECODING: dict[type, Any] = {T5: T5Decoding, GPT2: GPT2Decoding, Captioner: CaptionDecoding, VQLM: VQDecoding}
+DECODERS: dict[type, Any] = {T5: T5Decoder, GPT2: GPT2Decoder, Captioner: CaptionDecoder, VQLM: VQDecoder}
 ALONE = (GPT2, VQLM)  # they go on with a prompt, and need none
 Prompts = (
     str | os.PathLike[str] | Sequence[Any] | np.ndarray
@@ -245,7 +244,7 @@ class Pretrained:
                 files.write_json(fresh / "preprocessor_config.json", self.processor.to_json())
 
     def _generator(self, given: dict[str, Any]) -> Generator:
-        if type(self.model) not in DECODING:
+        if type(self.model) not in DECODERS:
             raise InputError(f"a {type(self.model).__name__} writes nothing; it is the half of a captioner that sees")
         options = make_options(given, self.generation)
         forced = (options.forced_bos_token_id, options.forced_eos_token_id)
@@ -253,7 +252,7 @@ class Pretrained:
             if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        return Generator(DECODING[type(self.model)], self.model, options, self.config.pad_id, eos)
+        return Generator(prepare(DECODERS[type(self.model)], self.model), options, self.config.pad_id, eos)
 
     def _checked(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:
         try:

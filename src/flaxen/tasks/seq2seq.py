@@ -19,9 +19,10 @@ from flaxen.errors import InputError
 from flaxen.generate.batches import batches
 from flaxen.generate.options import Options
 from flaxen.generate.run import Generator
+from flaxen.generate.search import prepare
 from flaxen.metrics import text
 from flaxen.models.t5 import T5, Config, flops
-from flaxen.models.t5_decoding import Decoding
+from flaxen.models.t5_decoding import T5Decoder
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import PairObjective, Writing
 from flaxen.tasks.task import Batch
@@ -155,7 +156,7 @@ class Seq2Seq:
         n = min(self.validation_pairs, limit or self.validation_pairs)
         prompts = [self._validation.pair(i, self.limits)[0].tolist() for i in range(n)]
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        generator = Generator(Decoding, model, options, self.config.pad_id, eos)
+        generator = Generator(prepare(T5Decoder, model), options, self.config.pad_id, eos)
         outputs = generator.outputs(batches(prompts, batch_size, self.config.pad_id))
         found = {one.prompt: self.tokenizer.decode(one.tokens) for one in outputs}
         predictions = [found[i] for i in range(n)]
