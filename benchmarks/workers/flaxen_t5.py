@@ -53,7 +53,7 @@ def run(worker: Worker, most: int) -> None:
         from flaxen.train.step import Stepper
 
         nonlocal pretrained
-        task = OneBatch(source, labels)
+        task = one_batch(source, labels)
         stepper = Stepper(
             task,
             Optimizer("adamw", learning_rate=LEARNING_RATE, clip=0.0),

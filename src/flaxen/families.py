@@ -16,10 +16,9 @@ from flaxen.hf import vit as hf_vit
 from flaxen.hf import vq as hf_vq
 from flaxen.hf.format import Format
 from flaxen.models import captioner, gpt2, t5, vit, vq_config, vq_lm, vq_reading
-from flaxen.models.gpt2_decoding import CaptionDecoding
-from flaxen.models.gpt2_decoding import Decoding as GPT2Decoding
-from flaxen.models.t5_decoding import Decoding as T5Decoding
-from flaxen.models.vq_decoding import Decoding as VQDecoding
+from flaxen.models.gpt2_decoding import CaptionDecoder, GPT2Decoder
+from flaxen.models.t5_decoding import T5Decoder
+from flaxen.models.vq_decoding import VQDecoder
 from flaxen.nn.param import with_config
 
 
@@ -68,7 +67,7 @@ T5 = Family(
     format=hf_t5.FORMAT,
     flops=t5.flops,
     tasks=("denoise", "seq2seq"),
-    decoder=T5Decoding,
+    decoder=T5Decoder,
     peft_task="SEQ_2_SEQ_LM",
     byte_presets="byt5",
 )
@@ -80,7 +79,7 @@ GPT2 = Family(
     presets=gpt2.PRESETS,
     format=hf_gpt2.FORMAT,
     flops=gpt2.flops,
-    decoder=GPT2Decoding,
+    decoder=GPT2Decoder,
     prompting=Prompting(continues=True, position_limit=lambda config: config.n_positions),
     peft_task="CAUSAL_LM",
 )
@@ -103,7 +102,7 @@ CAPTIONER = Family(
     format=hf_captioner.FORMAT,
     flops=captioner.flops,
     tasks=("caption",),
-    decoder=CaptionDecoding,
+    decoder=CaptionDecoder,
     prompting=Prompting(reads="image"),
     parts=(VIT, GPT2),
     join=captioner.join,
@@ -118,7 +117,7 @@ TRANSFORMER_VQ = Family(
     format=hf_vq.FORMAT,
     flops=vq_config.flops,
     tasks=("language",),
-    decoder=VQDecoding,
+    decoder=VQDecoder,
     # It was trained on texts as they are, where "</s>" is four characters.
     prompting=Prompting(continues=True, starts=True, specials=False, carries=True),
     bytes=ByteTokenizer.plain,

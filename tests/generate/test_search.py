@@ -8,7 +8,8 @@ from conftest import Reference, torch_generate
 
 import flaxen
 from flaxen.generate import search
-from flaxen.models.t5_decoding import Decoding
+from flaxen.models.t5_decoding import T5Decoder
+from flaxen.nn import hardware
 
 
 def prompts(vocab: int, n: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
@@ -164,6 +165,16 @@ def test_cross_keys_are_per_input(t5_reference: Reference) -> None:
     pretrained = flaxen.load(t5_reference.directory)
     inputs = (jnp.full((2, 16), 5, jnp.int32), jnp.ones((2, 16), bool))
     options = flaxen.Options(num_beams=4)
-    state = search.begin(Decoding, pretrained.model, inputs, jnp.arange(2), 16, options, 0).state
+    state = search.begin(search.prepare(T5Decoder, pretrained.model), inputs, jnp.arange(2), 16, options, 0).state
     heads, size = pretrained.config.n_heads, pretrained.config.d_head
     assert all((k.shape, v.shape) == ((2, heads, size, 16), (2, heads, 16, size)) for k, v in state.source)
+
+
+def test_preparing_copies_no_weight_that_it_need_not(t5_reference: Reference) -> None:
+    """A prepared decoder holds the model's own arrays; a layout of the decoder's weights is added on a CPU alone."""
+    model = flaxen.load(t5_reference.directory).model
+    for platform, has_layout in (("cpu", True), ("tpu", False)):
+        with hardware.compile_for(platform):
+            decoder = search.prepare(T5Decoder, model)
+        assert all(ours is theirs for ours, theirs in zip(jax.tree.leaves(decoder.model), jax.tree.leaves(model)))
+        assert (decoder.layers is not None) is has_layout

@@ -15,7 +15,7 @@ import flaxen
 from flaxen.hf import t5 as hf_t5
 from flaxen.hf import weightmap
 from flaxen.models.t5 import PRESETS, T5, Config
-from flaxen.models.t5_decoding import Decoding
+from flaxen.models.t5_decoding import T5Decoder
 from flaxen.nn.attention import Plan
 from flaxen.nn.param import initialise
 from flaxen.nn.position import bucket
@@ -126,17 +126,17 @@ def test_cached_decoding_is_the_full_forward() -> None:
     model = initialise(T5(TINY), 1)
     ids, valid, _ = random_batch(50, rows=2)
     draw = np.random.default_rng(0)
-    decoding = Decoding(model)
-    tokens, state = decoding.start((jnp.asarray(ids), jnp.asarray(valid)), 8, 3, reorder=True)
+    decoder = T5Decoder(model)
+    tokens, state = decoder.start((jnp.asarray(ids), jnp.asarray(valid)), 8, 3, reorder=True)
     histories = np.asarray(tokens)
-    step, full = jax.jit(decoding.step), jax.jit(model.logits)
+    step, full = jax.jit(decoder.step), jax.jit(model.logits)
     for n in range(6):
         logits, state = step(jnp.asarray(histories[:, :, -1]), state)
         padded = jnp.asarray(np.pad(histories, ((0, 0), (0, 0), (0, 5 - n))))  # the decoder does not see ahead
         for beam in range(3):
             close(logits[:, beam], full(ids, padded[:, beam], valid)[:, n], 1e-5)
         order = draw.integers(0, 3, (2, 3))
-        state = decoding.select(state, jnp.asarray(order))
+        state = decoder.select(state, jnp.asarray(order))
         histories = np.take_along_axis(histories, order[:, :, None], axis=1)
         histories = np.concatenate([histories, draw.integers(2, 50, (2, 3, 1))], axis=2)
 
@@ -145,9 +145,9 @@ def test_sequences_that_never_meet_need_no_reordering() -> None:
     """The two layouts of the past give the same logits."""
     model = initialise(T5(TINY), 1)
     ids, valid, _ = random_batch(50, rows=2)
-    decoding, draw = Decoding(model), np.random.default_rng(0)
-    (tokens, one), (_, two) = (decoding.start((ids, valid), 8, 3, reorder=reorder) for reorder in (True, False))
-    tokens, step = tokens[:, :, 0], jax.jit(decoding.step)
+    decoder, draw = T5Decoder(model), np.random.default_rng(0)
+    (tokens, one), (_, two) = (decoder.start((ids, valid), 8, 3, reorder=reorder) for reorder in (True, False))
+    tokens, step = tokens[:, :, 0], jax.jit(decoder.step)
     for _ in range(4):
         (logits, one), (same, two) = step(tokens, one), step(tokens, two)
         close(logits, same, 1e-5)

@@ -16,7 +16,7 @@ from flaxen.hf import vq as files
 from flaxen.hf.vq_memory import Memory
 from flaxen.models import vq_lm
 from flaxen.models.vq_config import Config
-from flaxen.models.vq_decoding import Decoding
+from flaxen.models.vq_decoding import VQDecoder
 from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
 from flaxen.nn.vq_block import NEVER
@@ -199,8 +199,8 @@ def test_prefill_and_steps_are_the_whole(kind: str, attention: str) -> None:
     prompt, valid = np.zeros((2, width), np.int32), np.zeros((2, width), bool)
     for row, n in enumerate(cuts):
         prompt[row, width - n :], valid[row, width - n :] = ids[row, :n], True
-    begin = jax.jit(lambda model, inputs: Decoding(model).start(inputs, 20, 1, False))
-    step = jax.jit(lambda model, tokens, state: Decoding(model).step(tokens, state))
+    begin = jax.jit(lambda model, inputs: VQDecoder(model).start(inputs, 20, 1, False))
+    step = jax.jit(lambda model, tokens, state: VQDecoder(model).step(tokens, state))
     tokens, state = begin(model, (prompt, valid, None))
     np.testing.assert_array_equal(tokens[:, 0], prompt)
     now = jnp.asarray(prompt[:, -1:])
@@ -214,14 +214,14 @@ def test_prefill_and_steps_are_the_whole(kind: str, attention: str) -> None:
 def test_sampling_golden() -> None:
     """Teacher-forced one token at a time: log-probabilities, the nucleus, and with its noise the very tokens."""
     there, base = golden("sampling"), golden("model_01_base")
-    step = jax.jit(lambda model, tokens, state: Decoding(model).step(tokens, state))
+    step = jax.jit(lambda model, tokens, state: VQDecoder(model).step(tokens, state))
     for i, run in enumerate(there.config["runs"]):
         settings = {**there.config["model"], "mem_len": run["mem_len"]}
         model = files.load_original(base.under("params/"), settings).model
         tokens, noise = there[f"run{i}/tokens"], there[f"run{i}/gumbel"]
         rows = len(tokens)
         start = jnp.ones((rows, 1), jnp.int32)
-        _, state = jax.jit(lambda model, start=start: Decoding(model).start((start, start > 0, None), 48, 1, False))(
+        _, state = jax.jit(lambda model, start=start: VQDecoder(model).start((start, start > 0, None), 48, 1, False))(
             model
         )
         now = start

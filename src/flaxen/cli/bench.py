@@ -262,25 +262,23 @@ def _decode(model: Any, ids: Any, tokens: int, repeats: int) -> dict[str, float]
     import jax.numpy as jnp
     from jax import lax
 
-    from flaxen.models.vq_decoding import Decoding
+    from flaxen.generate.search import prepare
+    from flaxen.models.vq_decoding import VQDecoder
 
-    start = jax.jit(
-        lambda model: Decoding(model).start((ids, jnp.ones(ids.shape, bool), None), tokens + 1, 1, False)[1]
-    )
-    state = jax.block_until_ready(start(model))
+    prepared = prepare(VQDecoder, model)
+    start = jax.jit(lambda decoder: decoder.start((ids, jnp.ones(ids.shape, bool), None), tokens + 1, 1, False)[1])
+    state = jax.block_until_ready(start(prepared))
 
     @jax.jit
-    def run(model: Any, state: Any) -> Any:
-        decoding = Decoding(model)
-
+    def run(decoder: Any, state: Any) -> Any:
         def body(_: Any, carry: Any) -> Any:
             token, state = carry
-            logits, state = decoding.step(token, state)
+            logits, state = decoder.step(token, state)
             return jnp.argmax(logits, -1).astype(jnp.int32), state
 
         return lax.fori_loop(0, tokens, body, (ids[:, -1:], state))[0]
 
-    return _timed(lambda: run(model, state), repeats)
+    return _timed(lambda: run(prepared, state), repeats)
 
 
 if __name__ == "__main__":

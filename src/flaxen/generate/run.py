@@ -1,6 +1,6 @@
 """From batches of inputs to outputs: searched to the end."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxen.generate.batches import bucket
 from flaxen.generate.options import Options
-from flaxen.generate.search import Beams, Decodes, Sampling, advance, begin
+from flaxen.generate.search import Beams, Decoder, Sampling, advance, begin
 
 
 class Output(NamedTuple):
@@ -24,10 +24,9 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Generator:
-    """A model that decodes, and how to search."""
+    """A model that is prepared for decoding, and how to search."""
 
-    decoding: Callable[[Any], Decodes]
-    model: Any
+    decoder: Decoder
     options: Options
     pad: int
     eos: tuple[int, ...]
@@ -40,12 +39,12 @@ class Generator:
 
     def begin(self, rows: np.ndarray, inputs: Any) -> Sampling | Beams:
         room, inputs = bucket(self.options.max_new_tokens), jax.tree.map(jnp.asarray, inputs)
-        return begin(self.decoding, self.model, inputs, jnp.asarray(rows), room, self.options.static(), self.pad)
+        return begin(self.decoder, inputs, jnp.asarray(rows), room, self.options.static(), self.pad)
 
     def advance(self, search: Sampling | Beams, until: int) -> Sampling | Beams:
         numbers = {name: jnp.asarray(value) for name, value in self.options.numbers().items()}
         limit, static = jnp.asarray(until), self.options.static()
-        return advance(self.decoding, self.model, search, limit, numbers, static, self.eos, self.pad)
+        return advance(self.decoder, search, limit, numbers, static, self.eos, self.pad)
 
     def _collect(self, search: Sampling | Beams, rows: np.ndarray) -> Iterator[Output]:
         if isinstance(search, Beams):

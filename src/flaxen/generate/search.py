@@ -21,8 +21,8 @@ DEAD = -1e9  # the score of a beam that does not exist; finite as transformers' 
 
 
 @runtime_checkable
-class Decodes(Protocol):
-    """All that the generator knows of a model."""
+class Decoder(Protocol):
+    """All that the generator knows of a model: a pytree that holds it, and its weights laid out for decoding."""
 
     def start(self, inputs: Any, length: int, beams: int, reorder: bool) -> tuple[Int[Array, "B G P"], Any]:
         """What is there before anything is generated, of which the state has read all but the last token; the state has
@@ -34,8 +34,16 @@ class Decodes(Protocol):
         ...
 
     def select(self, state: Any, beams: Int[Array, "B G"]) -> Any:
-        """Let sequence g go on from what was sequence beams[b, g]."""
+        """Reorder the state by beam index: sequence g continues what was sequence beams[b, g]."""
         ...
+
+
+def prepare(decoder: Callable[[Any], Decoder], model: Any) -> Decoder:
+    """The model with its weights laid out for decoding, once for all tokens of all prompts.
+
+    Not jitted as a whole: JAX copies the arguments that a jitted function returns, and that would be the model.
+    """
+    return decoder(model)
 
 
 class Sampling(NamedTuple):
@@ -66,10 +74,9 @@ class Beams(NamedTuple):
     open: Bool[Array, "B"]
 
 
-@partial(jax.jit, static_argnames=("decoding", "room", "options", "pad"))
+@partial(jax.jit, static_argnames=("room", "options", "pad"))
 def begin(
-    decoding: Callable[[Any], Decodes],
-    model: Any,
+    decoder: Decoder,
     inputs: Any,
     rows: Array,
     room: int,
@@ -77,7 +84,7 @@ def begin(
     pad: int,
 ) -> Sampling | Beams:
     """A search with room for `room` tokens. Rows of -1 are padding of the batch: they count as finished."""
-    first, state = decoding(model).start(inputs, room, options.beams, reorder=options.num_beams > 1)
+    first, state = decoder.start(inputs, room, options.beams, reorder=options.num_beams > 1)
     tokens = jnp.pad(first, ((0, 0), (0, 0), (0, room)), constant_values=pad)
     logprobs = jnp.zeros(tokens.shape, jnp.float32)
     idle, length, shape = rows < 0, jnp.asarray(first.shape[2], jnp.int32), first.shape[:2]
@@ -90,10 +97,9 @@ def begin(
     return Beams(state, tokens, logprobs, length, length, scores, tokens, logprobs, worst, finished, ~idle)
 
 
-@partial(jax.jit, static_argnames=("decoding", "options", "eos", "pad"), donate_argnames=("search",))
+@partial(jax.jit, static_argnames=("options", "eos", "pad"), donate_argnames=("search",))
 def advance(
-    decoding: Callable[[Any], Decodes],
-    model: Any,
+    decoder: Decoder,
     search: Sampling | Beams,
     until: Int[Array, ""],
     numbers: dict[str, Array],
@@ -102,10 +108,15 @@ def advance(
     pad: int,
 ) -> Sampling | Beams:
     """The search with `until` tokens generated, or fewer if it ended before."""
-    decodes = decoding(model)
-    step = _sampling_step if isinstance(search, Sampling) else _beam_step
-    body = lambda search: step(decodes, search, numbers, options, eos, pad)  # noqa: E731
-    return lax.while_loop(lambda search: (search.length - search.begun < until) & ~ended(search, options), body, search)
+    step: Callable[..., Any] = _sampling_step if isinstance(search, Sampling) else _beam_step
+
+    def unfinished(search: Sampling | Beams) -> Bool[Array, ""]:
+        return (search.length - search.begun < until) & ~ended(search, options)
+
+    def body(search: Sampling | Beams) -> Sampling | Beams:
+        return step(decoder, search, numbers, options, eos, pad)
+
+    return lax.while_loop(unfinished, body, search)
 
 
 def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
@@ -117,7 +128,7 @@ def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
 
 
 def _sampling_step(
-    decodes: Decodes,
+    decoder: Decoder,
     search: Sampling,
     numbers: dict[str, Array],
     options: Options,
@@ -125,7 +136,7 @@ def _sampling_step(
     pad: int,
 ) -> Sampling:
     at = search.length
-    logits, state = decodes.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
+    logits, state = decoder.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     shaped = _process(logits, search, numbers, options, eos)
     if options.do_sample:
         key = jax.random.fold_in(jax.random.key(numbers["seed"]), at - search.begun + 1)
@@ -145,7 +156,7 @@ def _sampling_step(
 
 
 def _beam_step(
-    decodes: Decodes,
+    decoder: Decoder,
     search: Beams,
     numbers: dict[str, Array],
     options: Options,
@@ -155,7 +166,7 @@ def _beam_step(
     at, n = search.length, options.num_beams
     new = at - search.begun + 1  # tokens generated when this step is done
     limit, penalty = numbers["max_new_tokens"], numbers.get("length_penalty", jnp.ones(()))
-    logits, state = decodes.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
+    logits, state = decoder.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     shaped = _process(logprobs, search, numbers, options, eos)
 
@@ -175,7 +186,10 @@ def _beam_step(
         ~may + (full | ~search.open)[:, None].astype(jnp.float32)
     )
     best, keep = lax.top_k(jnp.concatenate([search.finished_scores, scores], axis=1), n)
-    merge = lambda old, new: _pick(jnp.concatenate([old, new], axis=1), keep)  # noqa: E731
+
+    def merge(old: Array, new: Array) -> Array:
+        return _pick(jnp.concatenate([old, new], axis=1), keep)
+
     finished = merge(search.finished, may)
 
     # Can a running beam still beat the worst finished one?
@@ -183,7 +197,7 @@ def _beam_step(
     hope = running[:, :1] / reach**penalty
     worst = jnp.where(finished, jnp.min(best, axis=1, keepdims=True), DEAD)
     return Beams(
-        state=decodes.select(state, _pick(parent, order)),
+        state=decoder.select(state, _pick(parent, order)),
         tokens=_pick(tokens, order),
         logprobs=_pick(history, order),
         length=at + 1,

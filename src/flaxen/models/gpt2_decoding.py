@@ -1,8 +1,9 @@
-"""GPT-2 one token at a time, alone behind a prompt or behind a picture: the `Decodes` protocol of flaxen.generate."""
+"""GPT-2 one token at a time, alone behind a prompt or behind a picture: the `Decoder` protocol of flaxen.generate."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
@@ -10,7 +11,7 @@ from flaxen.models.captioner import Captioner
 from flaxen.models.gpt2 import GPT2
 from flaxen.nn.attention import Plan, attend, attend_plain
 from flaxen.nn.cache import Cache, room
-from flaxen.nn.layers import for_few_rows
+from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 
 ABSENT = 2**30  # the id of padding before a prompt: no token's
@@ -23,14 +24,12 @@ class State(NamedTuple):
     source: tuple[tuple[Array, Array], ...]  # keys, transposed, and values of a picture: once per input, not per beam
 
 
-class Decoding:
+class GPT2Decoder(nnx.Module):
     """A GPT-2 one token at a time. Prompts are padded at the left."""
 
     def __init__(self, model: GPT2):
         self.model = model
-        self.scales = model.config.score_scales()
-        # Unrolled, because a scan over layers would copy the caches; here, because that is outside the token loop.
-        self.layers = [for_few_rows(layer) for layer in unstack(model.layers)]
+        self.layers = nnx.data(lay_out(model.layers))
 
     def start(
         self, inputs: tuple[Int[Array, "B P"], Bool[Array, "B P"]], length: int, beams: int, reorder: bool
@@ -43,9 +42,10 @@ class Decoding:
     ) -> tuple[Int[Array, "B G P"], State]:
         model, dtype, before = self.model, jnp.dtype(self.model.config.compute), valid[:, :-1]
         x = model.embed(ids[:, :-1], model.count(ids, valid)[:, :-1])
+        scales = model.config.score_scales()
         prompt, source = [], []
         for i, layer in enumerate(unstack(model.layers)):
-            plan = Plan(before, causal=True, scale=None if self.scales is None else self.scales[i])
+            plan = Plan(before, causal=True, scale=None if scales is None else scales[i])
             q, k, v = layer.attention.project(layer.attention_norm(x, dtype))
             prompt.append((k, v))
             if encoded is not None:
@@ -67,9 +67,10 @@ class Decoding:
         own = past.bias(tokens.shape[1])
         at = jnp.sum(past.prompt, axis=1, dtype=jnp.int32)[:, None] + past.time
         x = model.embed(tokens, jnp.broadcast_to(at, tokens.shape))
-        grown = []
-        for i, layer in enumerate(self.layers):
-            plan = Plan(scale=None if self.scales is None else self.scales[i])
+        scales, grown = model.config.score_scales(), []
+        # Unrolled, because a scan over layers would copy the caches.
+        for i, layer in enumerate(self.layers or unstack(model.layers)):
+            plan = Plan(scale=None if scales is None else scales[i])
             q, k, v = layer.attention.project(layer.attention_norm(x, dtype))
             y, keys_values = past.attend(i, plan.scaled(q), k, v, own)
             x = x + layer.attention.output(y)
@@ -84,12 +85,11 @@ class Decoding:
         return state._replace(past=state.past.select(beams))
 
 
-class CaptionDecoding:
+class CaptionDecoder(nnx.Module):
     """A captioner one token at a time."""
 
     def __init__(self, model: Captioner):
-        self.captioner, self.decoder = model, Decoding(model.decoder)
-        self.step, self.select = self.decoder.step, self.decoder.select
+        self.captioner, self.decoder = model, GPT2Decoder(model.decoder)
 
     def start(
         self, inputs: Float[Array, "B C Y X"], length: int, beams: int, reorder: bool
@@ -98,3 +98,9 @@ class CaptionDecoding:
         first = jnp.full((len(inputs), 1), self.captioner.config.start_id, jnp.int32)
         encoded = self.captioner.encode(inputs)
         return self.decoder.begin(first, jnp.ones(first.shape, bool), encoded, length, beams, reorder)
+
+    def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
+        return self.decoder.step(tokens, state)
+
+    def select(self, state: State, beams: Int[Array, "B G"]) -> State:
+        return self.decoder.select(state, beams)

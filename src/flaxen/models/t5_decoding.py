@@ -1,15 +1,16 @@
-"""A T5 one token at a time: the `Decodes` protocol of flaxen.generate."""
+"""A T5 one token at a time: the `Decoder` protocol of flaxen.generate."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from flaxen.models.t5 import T5
 from flaxen.nn.attention import MASKED, attend_plain
 from flaxen.nn.cache import Cache, room
-from flaxen.nn.layers import for_few_rows
+from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 
 
@@ -21,13 +22,12 @@ class State(NamedTuple):
     valid: Bool[Array, "B S"]
 
 
-class Decoding:
+class T5Decoder(nnx.Module):
     """A T5 one token at a time."""
 
     def __init__(self, model: T5):
         self.model = model
-        # Unrolled, because a scan over layers would copy the caches; here, because that is outside the token loop.
-        self.layers = [for_few_rows(layer) for layer in unstack(model.decoder.layers)]
+        self.layers = nnx.data(lay_out(model.decoder.layers))
 
     def start(
         self, inputs: tuple[Int[Array, "B S"], Bool[Array, "B S"]], length: int, beams: int, reorder: bool
@@ -51,7 +51,8 @@ class Decoding:
         other = jnp.where(state.valid, 0.0, MASKED)[:, None, None]
         x = model.embedding(tokens).astype(jnp.float32)
         grown = []
-        for i, (layer, source) in enumerate(zip(self.layers, state.source)):
+        # Unrolled, because a scan over layers would copy the caches.
+        for i, (layer, source) in enumerate(zip(self.layers or unstack(model.decoder.layers), state.source)):
             q, k, v = layer.attention.project(layer.attention_norm(x, dtype))
             y, keys_values = past.attend(i, q, k, v, own)
             x = x + layer.attention.output(y)

@@ -1,16 +1,17 @@
-"""Transformer-VQ one token at a time, at a cost that does not grow with how many came before: `Decodes`."""
+"""Transformer-VQ one token at a time, at a cost that does not grow with how many came before: `Decoder`."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from flaxen.models import vq_lm
 from flaxen.models.vq_lm import VQLM, Layer, State, Unit
 from flaxen.nn import full
-from flaxen.nn.layers import for_few_rows
+from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 from flaxen.nn.vq import Cache
 from flaxen.nn.vq_block import NEVER
@@ -44,13 +45,12 @@ class Decode(NamedTuple):
     tables: tuple[Float[Array, "N G E H"], ...]  # of distances: made once
 
 
-class Decoding:
+class VQDecoder(nnx.Module):
     """A Transformer-VQ one token at a time. Prompts are padded at the left."""
 
     def __init__(self, model: VQLM):
         self.model, self.config = model, model.config
-        # Unrolled, because a scan over layers would copy what is remembered.
-        self.layers: list[Layer] = [for_few_rows(layer) for layer in unstack(model.layers)]
+        self.layers: tuple[Layer, ...] | None = nnx.data(lay_out(model.layers))
 
     def start(
         self, inputs: tuple[Int[Array, "B P"], Bool[Array, "B P"], State | None], length: int, beams: int, reorder: bool
@@ -126,7 +126,8 @@ class Decoding:
         now = state._replace(documents=documents, position=position)
         x = model.embed(ids, position)[:, None]
         units, tables, grown = iter(state.units), iter(state.tables), []
-        for layer in self.layers:
+        # Unrolled, because a scan over layers would copy what is remembered.
+        for layer in self.layers or unstack(model.layers):
             for unit in _units(layer):
                 y, one = self._unit(unit, x, now, next(units), next(tables), number, leaving)
                 x = x + y

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from flaxen.nn.hardware import target
 from flaxen.nn.matmul import contract, contract_few, dots
 from flaxen.nn.param import constant, normal
-from flaxen.nn.stack import kept
+from flaxen.nn.stack import kept, unstack
 
 FEW = 64  # rows up to which a product is bound by reading the weights
 M = TypeVar("M")
@@ -46,19 +46,25 @@ class Adapted(NamedTuple):
         return self.linear(x) + contract(low, self.up, 1)
 
 
-class FewRows(NamedTuple):
-    """A Linear made ready for a loop over single tokens: its weight as a matrix [outputs, inputs]."""
+@jax.tree_util.register_pytree_node_class
+class FewRows:
+    """A Linear laid out for few rows at a time: its weight as a matrix [outputs, inputs]."""
 
-    matrix: Array
-    bias: Array | None
-    n_inputs: int
-    outputs: tuple[int, ...]
+    def __init__(self, matrix: Any, bias: Any, n_inputs: int, outputs: tuple[int, ...]):
+        self.matrix, self.bias, self.n_inputs, self.outputs = matrix, bias, n_inputs, outputs
 
     def __call__(self, x: Array) -> Array:
         batch = x.shape[: x.ndim - self.n_inputs]
         y = contract_few(x.reshape(math.prod(batch), -1), self.matrix)
         y = y if self.bias is None else y + self.bias.reshape(-1)
         return y.astype(x.dtype).reshape(*batch, *self.outputs)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, tuple[int, ...]]]:
+        return (self.matrix, self.bias), (self.n_inputs, self.outputs)
+
+    @classmethod
+    def tree_unflatten(cls, sizes: tuple[int, tuple[int, ...]], arrays: tuple[Any, Any]) -> "FewRows":
+        return cls(*arrays, *sizes)
 
 
 def for_few_rows(module: M) -> M:
@@ -75,6 +81,17 @@ def for_few_rows(module: M) -> M:
         return FewRows(matrix, None if node.bias is None else node.bias[...], n, w.shape[n:])
 
     return jax.tree.map(turn, module, is_leaf=lambda node: isinstance(node, Linear))
+
+
+def lay_out(layers: M) -> tuple[M, ...] | None:
+    """The layers of a stack for decoding, each on its own and `for_few_rows`: made once, for all tokens to come. None
+    where the target asks for no layout: then the stack stays as it is, and is sliced where it is used."""
+    return _lay_out(layers) if target().weights_first else None
+
+
+@jax.jit
+def _lay_out(layers: M) -> tuple[M, ...]:
+    return tuple(for_few_rows(layer) for layer in unstack(layers))
 
 
 class Embedding(nnx.Module):

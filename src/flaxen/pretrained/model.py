@@ -20,7 +20,7 @@ from flaxen.errors import InputError
 from flaxen.families import Family
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
-from flaxen.generate.search import ended
+from flaxen.generate.search import ended, prepare
 from flaxen.hf import files
 from flaxen.hf.vq_memory import Memory
 from flaxen.pretrained import memory as memories
@@ -164,7 +164,7 @@ class Pretrained:
             if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        return Generator(self.family.decoder, self.model, options, self.config.pad_id, eos)
+        return Generator(prepare(self.family.decoder, self.model), options, self.config.pad_id, eos)
 
 
 @jax.jit

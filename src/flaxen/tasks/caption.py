@@ -19,6 +19,7 @@ from flaxen.errors import InputError
 from flaxen.generate.batches import groups
 from flaxen.generate.options import Options
 from flaxen.generate.run import Generator
+from flaxen.generate.search import prepare
 from flaxen.metrics import captions as metrics
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import CaptionObjective, Writing
@@ -149,7 +150,7 @@ class Caption(Task):
                 yield rows, found
 
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        generator = Generator(self.family.decoder, model, options, self.config.pad_id, eos)
+        generator = Generator(prepare(self.family.decoder, model), options, self.config.pad_id, eos)
         made = {one.prompt: self.tokenizer.decode(one.tokens).strip() for one in generator.outputs(batches())}
         read = [i for i in range(n) if i not in lost]
         wanted = [[t.lower() if self.objective.lowercase else t for t in source.captions(i)] for i in read]

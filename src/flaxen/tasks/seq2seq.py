@@ -18,6 +18,7 @@ from flaxen.errors import InputError
 from flaxen.generate.batches import batches
 from flaxen.generate.options import Options
 from flaxen.generate.run import Generator
+from flaxen.generate.search import prepare
 from flaxen.metrics import text
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import PairObjective, Writing
@@ -150,7 +151,7 @@ class Seq2Seq(Task):
         n = min(self.validation_examples, limit or self.validation_examples)
         prompts = [self._validation.pair(i, self.limits)[0].tolist() for i in range(n)]
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        generator = Generator(self.family.decoder, model, options, self.config.pad_id, eos)
+        generator = Generator(prepare(self.family.decoder, model), options, self.config.pad_id, eos)
         outputs = generator.outputs(batches(prompts, batch_size, self.config.pad_id))
         found = {one.prompt: self.tokenizer.decode(one.tokens) for one in outputs}
         predictions = [found[i] for i in range(n)]
