@@ -191,9 +191,11 @@ def _fill(console: "Console", model: "Pretrained", held_out: list[str], training
     table = Table(
         "sentence with its blank", "model", "original", box=None, title="six that it got, six that it did not"
     )
-    hit = lambda pair: pair[1] == pair[0][1][0]  # noqa: E731
     pairs = list(zip(puzzles, answers))
-    shown = [pair for pair in pairs if hit(pair)][:6] + [pair for pair in pairs if not hit(pair)][:6]
+    hits = [answer == place[0] for (_, place, _), answer in pairs]
+    shown = [pair for pair, hit in zip(pairs, hits) if hit][:6] + [pair for pair, hit in zip(pairs, hits) if not hit][
+        :6
+    ]
     for (sentence, place, _), answer in shown:
         word = sentence[place.start() : place.end()]
         mark = "[green]" if answer == word else "[yellow]"

@@ -3,6 +3,7 @@
 malloc   restarts the process once, with a malloc that suits XLA (flaxen.host.settle_memory)
 cache    keeps compiled programs on disk, in flaxen/xla of $XDG_CACHE_HOME or ~/.cache
 logs     silences the loggers `absl` and `asyncio`, through which orbax reports every file and repeats every error
+images   ignores Pillow's warnings, which name no file; an image that cannot be read is reported by name
 hook     drops the tracebacks of writes that end after one has failed; the first error is raised
 signals  lets the current step end and be saved on SIGTERM and SIGINT
 
@@ -14,12 +15,11 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-EFFECTS = ("malloc", "cache", "logs", "hook", "signals")
 
 
 def enabled(effect: str) -> bool:
@@ -34,6 +34,11 @@ def cache_compilations() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(base / "flaxen" / "xla"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+def quiet_images() -> None:
+    if enabled("images"):
+        warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def quiet_checkpoints() -> None:

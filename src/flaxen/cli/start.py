@@ -14,6 +14,7 @@ def main() -> None:
     if sys.argv[1:] and sys.argv[1] in COMPUTING and not asked_for_help and process.enabled("malloc"):
         settle_memory()
     process.cache_compilations()
+    process.quiet_images()
     from flaxen.cli.main import main as run  # the flags of all commands: not before
 
     run()

@@ -7,6 +7,7 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field, make_dataclass
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,21 +133,9 @@ def _default(known: dataclasses.Field, hint: Any, plain: Any) -> Any:
 
 
 def check_hidden(given: Settings, paths: tuple[str, ...]) -> None:
-    """Refuse settings that this task does not have, where a recipe changes them."""
+    """Refuse settings of other tasks, where a recipe changes them."""
+    plain = TASKS[given.task].settings(model=dataclasses.replace(given.model, image_size=None), out=given.out)
     for path in paths:
-        value, plain = given, type(given).__mro__[0]
-        for name in path.split("."):
-            value = getattr(value, name)
-        default = _default_at(plain, path)
+        value, default = (attrgetter(path)(one) for one in (given, plain))
         if value != default:
-            raise InputError(f"{path}={value!r} means nothing for this task; leave it out")
-
-
-def _default_at(kind: Any, path: str) -> Any:
-    name, _, rest = path.partition(".")
-    (known,) = [one for one in dataclasses.fields(kind) if one.name == name]
-    if known.default_factory is not dataclasses.MISSING and rest:
-        return _default_at(type(known.default_factory()), rest)
-    if rest:
-        return _default_at(typing.get_type_hints(kind)[name], rest)
-    return known.default
+            raise InputError(f"{path}={value!r} means nothing for the task {given.task}; leave it out")

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import stat
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,6 @@ MAX_PIXELS = 1 << 26
 # Those that Pillow decodes by itself: for some others it starts programs, such as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM", "ICO")
 ORIENTATION = 0x0112  # EXIF's tag
-QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)  # as warnings.filters has it
 
 
 class Unreadable(Exception):
@@ -33,10 +31,6 @@ def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image
     """The image as RGB: turned as its EXIF says, its first frame, without alpha."""
     from PIL import Image, UnidentifiedImageError
 
-    # Pillow's warnings name no file. A filter stays, because catch_warnings is not for threads; setting it again would
-    # make every other warning of the process appear again.
-    if QUIET not in warnings.filters:
-        warnings.filterwarnings("ignore", module=r"PIL\.")
     if Image.MAX_IMAGE_PIXELS and max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = max_pixels
     Image.init()
@@ -213,19 +207,17 @@ class Processor:
             return value
 
         def colours(name: str) -> tuple[float, float, float]:
-            good = lambda value: _number(value) or (len(value) == 3 and all(map(_number, value)))  # noqa: E731
-            value = get(name, lambda value: isinstance(value, int | float | list | tuple) and good(value), "3 numbers")
+            value = get(name, _is_colour, "3 numbers")
             red, green, blue = [value] * 3 if _number(value) else value
             return float(red), float(green), float(blue)
 
         resized = sides("size") if flag("do_resize") else {}
         crop = sides("crop_size") if flag("do_center_crop") else None
-        filters = lambda value: type(value) is int and value in range(6)  # noqa: E731
         normalized = flag("do_normalize")
         found: dict[str, Any] = {
             "size": (resized["height"], resized["width"]) if "height" in resized else None,
             "shortest_edge": resized.get("shortest_edge"),
-            "resample": get("resample", filters, "0 … 5 (Pillow's filters)") if resized else 2,
+            "resample": get("resample", _is_filter, "0 … 5 (Pillow's filters)") if resized else 2,
             "crop": (crop["height"], crop["width"]) if crop else None,
             "scale": float(get("rescale_factor", _number, "a number")) if flag("do_rescale") else None,
             "mean": colours("image_mean") if normalized else None,
@@ -240,7 +232,6 @@ class Processor:
     def to_json(self) -> dict[str, Any]:
         """A preprocessor_config.json for transformers. Before 5.0 only the families named here crop, or keep shape."""
         family = "CLIP" if self.shortest_edge else "DeiT" if self.crop else "ViT"
-        sides = lambda size: {"height": size[0], "width": size[1]}  # noqa: E731
         fields: dict[str, Any] = {
             "image_processor_type": f"{family}ImageProcessor",
             "do_convert_rgb": self.convert_rgb,
@@ -251,9 +242,9 @@ class Processor:
             "do_normalize": self.mean is not None,
         }
         if self.size or self.shortest_edge:
-            fields["size"] = sides(self.size) if self.size else {"shortest_edge": self.shortest_edge}
+            fields["size"] = _sides(self.size) if self.size else {"shortest_edge": self.shortest_edge}
         if self.crop:
-            fields["crop_size"] = sides(self.crop)
+            fields["crop_size"] = _sides(self.crop)
         if self.scale is not None:
             fields["rescale_factor"] = self.scale
         if self.mean and self.std:
@@ -318,6 +309,19 @@ def _centre(pixels: "numpy.ndarray", size: tuple[int, int]) -> "numpy.ndarray":
     around = [(-(each // 2), each // 2 - each) if each < 0 else (0, 0) for each in spare]
     top, left = (max(each, 0) // 2 for each in spare)
     return np.pad(pixels, [*around, (0, 0)])[top : top + size[0], left : left + size[1]]
+
+
+def _sides(size: tuple[int, int]) -> dict[str, int]:
+    return {"height": size[0], "width": size[1]}
+
+
+def _is_filter(value: Any) -> bool:
+    return type(value) is int and value in range(6)
+
+
+def _is_colour(value: Any) -> bool:
+    """A number, or one for each of red, green and blue."""
+    return _number(value) or (isinstance(value, list | tuple) and len(value) == 3 and all(map(_number, value)))
 
 
 def _number(value: object) -> bool:

@@ -44,13 +44,16 @@ class PairTokens:
     def pair(self, number: int, limits: Lengths) -> tuple[np.ndarray, np.ndarray]:
         """Source and target, cut to their limits; what is cut still has its end token."""
         at = 2 * (self.first + number)
-        cut = lambda ids, limit: ids if len(ids) <= limit else np.append(ids[: limit - 1], ids[-1])  # noqa: E731
-        source, target = (cut(self.store.document(at + side), limit) for side, limit in enumerate(limits))
+        source, target = (_cut(self.store.document(at + side), limit) for side, limit in enumerate(limits))
         return source, target
 
     @property
     def name(self) -> str:
         return f"{self.store.digest}[{self.first}:{self.last}]"
+
+
+def _cut(ids: np.ndarray, limit: int) -> np.ndarray:
+    return ids if len(ids) <= limit else np.append(ids[: limit - 1], ids[-1])
 
 
 def open_pairs(pairs: Pairs, tokenizer: Tokenizer, progress: bool = True) -> tuple[PairTokens, PairTokens]:

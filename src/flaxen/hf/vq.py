@@ -95,7 +95,7 @@ def _switch(value: Any) -> bool:
     return str(value) in ("1", "True")
 
 
-def _unused(name: str) -> bool:
+def _unused(name: str, tensors: Tensors) -> bool:
     """The original creates it whether it is used or not."""
     return name == "token_embedder/bias_out"
 

@@ -60,12 +60,12 @@ class Row:
         return rearrange(array, self._back(self.pattern.split("->")[0])) if self.pattern else array
 
 
-def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: Callable[[str], bool]) -> M:
+def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: Callable[[str, Tensors], bool]) -> M:
     """The abstract `model` filled from `tensors`; every problem of the checkpoint is reported at once."""
     by_path = {row.ours: row for row in rows}
     wanted = {theirs: row.their_shape(leaf) for path, leaf in leaves(model).items()
               for row in [by_path[path]] for theirs in row.files(leaf)}  # fmt: skip
-    unexpected = [name for name in tensors if name not in wanted and not unneeded(name)]
+    unexpected = [name for name in tensors if name not in wanted and not unneeded(name, tensors)]
     problems = []
     for name, shape in wanted.items():
         if name not in tensors:

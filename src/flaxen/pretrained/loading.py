@@ -44,8 +44,7 @@ class Stored:
         """The model, with this configuration if it is another way to compute the same, and a LoRA adapter added."""
         stored, form = self.config, self.family.format
         rows = form.rows(stored, self.tensors)
-        unneeded = lambda name: form.unneeded(name, self.tensors)  # noqa: E731
-        model = weightmap.load(self.family.model(stored), rows, self.tensors, dtype, unneeded)
+        model = weightmap.load(self.family.model(stored), rows, self.tensors, dtype, form.unneeded)
         model = model if config is None else self.family.with_config(model, config)
         return model if adapter is None else with_adapter(model, adapter)
 

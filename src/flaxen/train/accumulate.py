@@ -49,5 +49,8 @@ def value_and_grad(
     (sums, gradient), carried = lax.scan(add, zero, (split, carried, keys))
     carried = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), carried)
     weight = jnp.maximum(sums.weight if divisor is None else divisor, 1.0)
-    mean = lambda path, leaf: leaf if first_match(SUMMED, path) else leaf / weight.astype(leaf.dtype)  # noqa: E731
+
+    def mean(path: str, leaf: Array) -> Array:
+        return leaf if first_match(SUMMED, path) else leaf / weight.astype(leaf.dtype)
+
     return sums.loss / weight, sums, map_leaves(mean, gradient), carried

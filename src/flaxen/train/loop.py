@@ -20,7 +20,7 @@ from flaxen.train.checkpoint import Checkpoints
 from flaxen.train.display import Display, numbers, seconds
 from flaxen.train.run import Run
 from flaxen.train.speed import peak
-from flaxen.train.step import Report, Stepper
+from flaxen.train.step import Report, State, Stepper
 from flaxen.train.tracking import Tracker
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "bits_per_dim", "word_perplexity")
@@ -44,23 +44,9 @@ def train(
     """
     task, training, steps = stepper.task, stepper.training, stepper.steps
     checkpoints = Checkpoints(run.checkpoints, training.keep)
-    if checkpoints.steps:
-        state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.start, abstract))
-        memory = Memory(**remembered)
-    else:
-        state, memory = stepper.start(initial()), Memory()
-    # On a device by name, restored or not: else a resumed run would be another program to compile.
-    state = jax.device_put(state, jax.devices()[0])
-    memory.compare_by(training.keep_best)
-    done = int(state.step)
+    state, memory = _restored(checkpoints, stepper, abstract, initial)
+    done, skipped = int(state.step), set[str]()
     run.forget_after(done)
-
-    def write(kind: str, step: int, values: dict[str, float]) -> None:
-        run.record({"step": step, "kind": kind, **values})
-        for tracker in trackers:
-            tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step)
-
-    skipped: set[str] = set()
 
     def make(step: int) -> dict[str, jax.Array]:
         batch = task.batch(step, training.batch_size)
@@ -75,6 +61,7 @@ def train(
     ):
         for tracker in trackers:
             ending.callback(tracker.close)
+        records = Records(run, trackers, display)
         speed = Speed(task, training.batch_size, peak() if steps > done else None)
         if done:
             display.line(f"going on from step {done:,} of {steps:,}")
@@ -102,30 +89,17 @@ def train(
             pending = None
             speed.stop(step - done)
             if log:
-                values = memory.window(task) | {
-                    "gradient_norm": float(report.norm),
-                    "learning_rate": float(report.rate),
-                }
-                display.line(f"step {step:,}  {numbers(values)}  {speed.text()}")
-                write("train", step, values | speed.values())
+                records.log(step, memory.window(task), report, speed)
             if validate:
-                limits = (training.eval_rows, training.eval_examples)
-                memory.evaluation = evaluate(task, stepper.score, state.model, *limits, skipped)
-                if memory.evaluation and task.scores:
-                    memory.evaluation |= task.written(stepper.model(state.model), run.new_predictions(step))
-                if memory.evaluation:
-                    if not math.isfinite(memory.evaluation["loss"]):
-                        raise Diverged(f"the validation loss is {memory.evaluation['loss']}", step, run.directory)
-                    display.line(f"step {step:,}  validation: {numbers(memory.evaluation)}")
-                    write("eval", step, memory.evaluation)
+                memory.evaluation = _validated(stepper, state, run, step, skipped)
+                records.evaluation(step, memory.evaluation)
                 memory.note_best(step)
             if save or stopping or memory.best_step == step:
                 checkpoints.save(step, state, memory.saved(), memory.best_step)
             if stopping:
                 checkpoints.wait()
-                display.line(
-                    f"saved step {step:,} on {signal.Signals(received[0]).name}; the same command goes on from it"
-                )
+                name = signal.Signals(received[0]).name
+                display.line(f"saved step {step:,} on {name}; the same command goes on from it")
                 raise SystemExit(128 + received[0])
             speed.start(step - done)
 
@@ -139,6 +113,54 @@ def train(
         if done < steps:
             display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.model}")
     return memory.evaluation or {}
+
+
+def _restored(
+    checkpoints: Checkpoints, stepper: Stepper, abstract: Any, initial: Callable[[], Any]
+) -> tuple[State, "Memory"]:
+    """The newest checkpoint's state, or the first one of a run."""
+    if checkpoints.steps:
+        state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.start, abstract))
+        memory = Memory(**remembered)
+    else:
+        state, memory = stepper.start(initial()), Memory()
+    memory.compare_by(stepper.training.keep_best)
+    # On a device by name, restored or not: else a resumed run would be another program to compile.
+    return jax.device_put(state, jax.devices()[0]), memory
+
+
+def _validated(stepper: Stepper, state: State, run: Run, step: int, skipped: set[str]) -> dict[str, float]:
+    """Means over the validation examples and, if the task generates, scores of what the model does."""
+    task, training = stepper.task, stepper.training
+    limits = (training.eval_rows, training.eval_examples)
+    values = evaluate(task, stepper.score, state.model, *limits, skipped)
+    if values and task.scores:
+        values |= task.written(stepper.model(state.model), run.new_predictions(step))
+    if values and not math.isfinite(values["loss"]):
+        raise Diverged(f"the validation loss is {values['loss']}", step, run.directory)
+    return values
+
+
+class Records:
+    """Where numbers go: metrics.jsonl, trackers, the screen."""
+
+    def __init__(self, run: Run, trackers: list[Tracker], display: Display):
+        self._run, self._trackers, self._display = run, trackers, display
+
+    def log(self, step: int, means: dict[str, float], report: Report, speed: "Speed") -> None:
+        values = means | {"gradient_norm": float(report.norm), "learning_rate": float(report.rate)}
+        self._display.line(f"step {step:,}  {numbers(values)}  {speed.text()}")
+        self._write("train", step, values | speed.values())
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        if values:
+            self._display.line(f"step {step:,}  validation: {numbers(values)}")
+            self._write("eval", step, values)
+
+    def _write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        self._run.record({"step": step, "kind": kind, **values})
+        for tracker in self._trackers:
+            tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step)
 
 
 def evaluate(

@@ -48,9 +48,11 @@ def targets(model: Any, lora: LoRA) -> dict[str, Linear]:
 
 def abstract(model: Any, lora: LoRA) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """The shapes of an adapter for this model."""
-    shape = lambda sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
     halves = {path: shapes(split(path, node), lora.rank) for path, node in targets(model, lora).items()}
-    return {path: {"down": shape(down), "up": shape(up)} for path, (down, up) in halves.items()}
+    return {
+        path: {name: jax.ShapeDtypeStruct(sizes, jnp.float32) for name, sizes in zip(("down", "up"), both)}
+        for path, both in halves.items()
+    }
 
 
 def shapes(parts: tuple[Sizes, Sizes, Sizes], rank: int) -> tuple[Sizes, Sizes]:

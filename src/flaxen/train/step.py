@@ -104,7 +104,10 @@ class Stepper:
 
     def _gradient(self, state: State, batch: Any, base: Any) -> tuple[Sums, Any, Any]:
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
-        loss = lambda trained, *rest: self.task.loss(self.whole(trained, base), *rest)  # noqa: E731
+
+        def loss(trained: Any, *rest: Any) -> tuple[Sums, Any]:
+            return self.task.loss(self.whole(trained, base), *rest)
+
         pieces = self.training.accumulate
         divisor = self.task.divisor(batch)
         _, sums, gradient, carry = value_and_grad(loss, state.model, batch, pieces, key, state.carry, divisor)
