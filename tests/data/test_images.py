@@ -16,6 +16,7 @@ import pytest
 import transformers
 from PIL import Image
 
+from flaxen.cli import process
 from flaxen.data.images import Processor, Unreadable, open_image
 from flaxen.errors import InputError
 
@@ -242,6 +243,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as heard:
         warnings.resetwarnings()
         warnings.simplefilter("always")
+        process.quiet_images()  # as the command does
         for message, data in cases.items():
             start = time.perf_counter()
             with pytest.raises(Unreadable, match=message):
