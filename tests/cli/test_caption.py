@@ -195,7 +195,7 @@ def test_wrong_models_and_columns(material: Path, byt5: Path, tmp_path: Path) ->
     place = arguments.index("--model.config")
     other = command(*arguments[:place], "--model.init", byt5, *arguments[place + 4 :])
     assert other.code == 1
-    assert "this task is for a captioner, ViT + GPT-2; the model is a T5" in other.message
+    assert "the task caption is for ViT + GPT-2 captioner; the model is a T5" in other.message
     assert not (tmp_path / "run").exists()
 
 
