@@ -19,7 +19,7 @@ from flaxen.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
 from flaxen.hf import families, files, peft
 from flaxen.hf.families import Model
-from flaxen.models import captioner, gpt2, t5, vit, vq_config, vq_lm
+from flaxen.models import captioner, gpt2, t5, vit, vq_config, vq_language, vq_lm
 from flaxen.nn.param import initialise
 from flaxen.pretrained import Pretrained, cache_compilations, load
 from flaxen.tasks.caption import Caption
@@ -150,7 +150,7 @@ def language_task(
             "--model.tokenizer out, or read the files with --data.kind text"
         )
     config = dataclasses.replace(config, image=opened.shape)
-    return Language(config, objective, begin.tokenizer, opened, seed, split)
+    return Language(vq_language, config, objective, begin.tokenizer, opened, seed, split)
 
 
 def _draw_codebooks(run: Path) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flaxen.nn.hardware import target
-from flaxen.nn.vq_block import Law
+from flaxen.nn.vq_plan import Law
 
 CHOICES = {
     "heads": ("shga", "mqa", "mha"),
