@@ -15,7 +15,7 @@ from flaxen.hf import t5 as hf_t5
 from flaxen.hf import vit as hf_vit
 from flaxen.hf import vq as hf_vq
 from flaxen.hf.format import Format
-from flaxen.models import captioner, gpt2, t5, vit, vq_config, vq_lm, vq_reading
+from flaxen.models import captioner, gpt2, gpt2_language, t5, vit, vq_config, vq_language, vq_lm, vq_reading
 from flaxen.models.gpt2_decoding import CaptionDecoder, GPT2Decoder
 from flaxen.models.t5_decoding import T5Decoder
 from flaxen.models.vq_decoding import VQDecoder
@@ -46,6 +46,7 @@ class Family:
     format: Format
     flops: Callable[..., float]  # (config, lengths …) -> operations of the matmuls of one forward pass
     tasks: tuple[str, ...] = ()  # that train it
+    language: Any = None  # its tasks.language.LanguageModel, if it is trained as one
     decoder: Any = None  # its generate.search.Decoder; None if it generates nothing
     prompting: Prompting = field(default_factory=Prompting)
     peft_task: str | None = None  # PEFT's task_type
@@ -79,9 +80,12 @@ GPT2 = Family(
     presets=gpt2.PRESETS,
     format=hf_gpt2.FORMAT,
     flops=gpt2.flops,
+    tasks=("language",),
+    language=gpt2_language,
     decoder=GPT2Decoder,
     prompting=Prompting(continues=True, position_limit=lambda config: config.n_positions),
     peft_task="CAUSAL_LM",
+    bytes=ByteTokenizer.plain,
 )
 VIT = Family(
     name="ViT",
@@ -117,6 +121,7 @@ TRANSFORMER_VQ = Family(
     format=hf_vq.FORMAT,
     flops=vq_config.flops,
     tasks=("language",),
+    language=vq_language,
     decoder=VQDecoder,
     # It was trained on texts as they are, where "</s>" is four characters.
     prompting=Prompting(continues=True, starts=True, specials=False, carries=True),

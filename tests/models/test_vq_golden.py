@@ -12,14 +12,15 @@ from vq_goldens import MODELS, Golden, golden
 from flaxen.errors import InputError
 from flaxen.hf import vq as files
 from flaxen.hf.weightmap import save
-from flaxen.models import vq_lm
+from flaxen.models import vq_lm, vq_unit
 from flaxen.models.vq_config import Config
 from flaxen.models.vq_lm import VQLM, Noise, State
-from flaxen.nn import codebook, vq, vq_block
+from flaxen.nn import codebook, vq_block
 from flaxen.nn.layers import unit_rms
 from flaxen.nn.param import initialise
 from flaxen.nn.position import sinusoids
-from flaxen.nn.vq_block import Law
+from flaxen.nn.vq import Blocks, Cache
+from flaxen.nn.vq_plan import NEVER, Law
 from flaxen.tree import leaves, map_leaves
 
 
@@ -65,19 +66,19 @@ def test_codes_and_layers(name: str) -> None:
     documents = jnp.asarray(there["batch/doc_ids"])
     x = model.embed(ids, vq_lm.place(c, state, documents))
     close(x, there["eval/x_emb"], 1e-5)
-    now = vq.Seen(jnp.concatenate([state.seen.documents, documents], 1), state.seen.latest)
+    plan = Blocks(c.law, jnp.concatenate([state.documents, documents], 1), state.latest)
     measured: list[dict[str, jax.Array]] = []
     for i, layer in enumerate(vq_lm.unstack(model.layers)):
         for j, unit in enumerate((layer.first, layer.second)):
-            k = unit.project(x, c)[1]
+            k = unit.project(x)[1]
             z, chosen = unit.codebook.nearest(k)
             np.testing.assert_array_equal(z, there[f"eval/shortcodes/layer{i}/attn{j + 1}"])
             looks = codebook.statistics(unit.codebook.sum[...], unit.codebook.count[...])
             for first in range(0, there.config["model"]["update_len"], c.block):
                 block = (slice(None), slice(None), slice(first, first + c.block))
                 measured.append(looks | codebook.fitness(k[block], chosen[block]))
-            x, _, _ = jax.jit(lambda unit, x, cache: unit(x, now, cache, None, c, None))(
-                unit, x, jax.tree.map(lambda a, i=i: a[i], state.caches[j])
+            x, _, _ = jax.jit(lambda unit, x, cache: unit(x, plan, cache))(
+                unit, x, jax.tree.map(lambda a, i=i: a[:, i], state.caches[j])
             )
         close(x, there[f"eval/layer{i}/x_out"], 1e-5)
     for name, expected in there.under("train/chunk0/metrics/").items():
@@ -132,10 +133,10 @@ def checked_state(state: State, wanted: dict[str, np.ndarray], config: Config, t
     for i in range(config.n_layers):
         for j in range(2):
             at = f"layer{i}/attn{j + 1}"
-            cache = jax.tree.map(lambda a, i=i: np.asarray(a[i]), state.caches[j])
+            cache = jax.tree.map(lambda a, i=i: np.asarray(a[:, i]), state.caches[j])
             np.testing.assert_array_equal(np.asarray(state.position), wanted[f"{at}/pos_offset"])
-            np.testing.assert_array_equal(np.asarray(state.seen.documents), wanted[f"{at}/xlcache/doc_ids"])
-            np.testing.assert_array_equal(np.asarray(state.seen.latest), wanted[f"{at}/aggcache/latest_doc_id"])
+            np.testing.assert_array_equal(np.asarray(state.documents), wanted[f"{at}/xlcache/doc_ids"])
+            np.testing.assert_array_equal(np.asarray(state.latest), wanted[f"{at}/aggcache/latest_doc_id"])
             np.testing.assert_array_equal(cache.codes, wanted[f"{at}/xlcache/z"])
             close(cache.keys, wanted[f"{at}/xlcache/k_hat"], tolerance)
             close(cache.values, wanted[f"{at}/xlcache/v"], tolerance)
@@ -200,7 +201,8 @@ def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
         return jnp.asarray(mask)
 
     monkeypatch.setattr(vq_lm, "dropout", drop)
-    monkeypatch.setattr(vq_lm, "keep_mask", keep)
+    monkeypatch.setattr(vq_unit, "dropout", drop)
+    monkeypatch.setattr(vq_unit, "keep_mask", keep)
     monkeypatch.setattr(jax, "checkpoint", lambda body, **_: body)  # which would trace one layer for all
     noise = Noise(jax.random.key(0), jax.random.key(1))
     run = jax.jit(jax.value_and_grad(lambda model: objective(model, there, None, slice(None), noise), has_aux=True))
@@ -225,7 +227,7 @@ def test_bf16() -> None:
     for j in range(2):
         for i in range(2):
             counts = there[f"eval/state_after/layer{i}/attn{j + 1}/aggcache/lower"]
-            assert np.abs(np.asarray(state.caches[j].counts[i]) - counts).sum() <= 0.1 * counts.sum()
+            assert np.abs(np.asarray(state.caches[j].counts[:, i]) - counts).sum() <= 0.1 * counts.sum()
 
 
 @pytest.mark.parametrize("case", [0, 1, 2])
@@ -262,41 +264,41 @@ def test_one_unit_block_by_block() -> None:
     """Every number inside one unit, over six blocks that hand on their state; gradients through two."""
     there = golden("gau_detail")
     config = files.original_config(there.config["model"])
-    unit = vq_lm.Unit(config)
+    unit = vq_unit.Unit(config)
     unit = map_leaves(lambda path, _: jnp.asarray(there[f"params/{files.UNIT[path]}"]), unit)
     c, x = config, jnp.asarray(there["x"])
     scale = c.d_k**-0.25
-    close(unit.table(c)[:, 0], there["xl_r"][:, c.block - 1 :], 1e-5)
+    close(unit.table()[:, 0], there["xl_r"][:, c.block - 1 :], 1e-5)
     close(scale * unit.content[...], there["xl_u"].reshape(-1), 1e-6)
     close(scale * unit.distance[...], there["xl_v"].reshape(-1), 1e-6)
     rows = x.shape[1]
-    one = jax.tree.map(lambda a: a[0], vq_lm.empty(c, rows).caches[0])
-    start = (vq.Seen(jnp.zeros((rows, c.window), jnp.int32), jnp.zeros(rows, jnp.int32)), one)
+    state = vq_lm.empty(c, rows)
+    documents, latest = state.documents, state.latest
+    start = cache = jax.tree.map(lambda a: a[:, 0], state.caches[0])
 
-    def step(unit: vq_lm.Unit, x: jax.Array, seen: vq.Seen, cache: vq.Cache, n: int) -> tuple:
+    def step(x: jax.Array, documents: jax.Array, latest: jax.Array, cache: Cache, n: int) -> tuple:
         # The original numbers documents from 0, which is padding here.
-        now = vq.Seen(jnp.concatenate([seen.documents, 1 + there["doc_ids"][n]], 1), seen.latest)
-        weights = jnp.asarray(there["loss_mask"][n], jnp.float32)
-        y, cache, learning = unit(x, now, cache, weights, c, None)
-        return y - x, now.after(c.law), cache, learning
+        seen = jnp.concatenate([documents, 1 + there["doc_ids"][n]], 1)
+        plan = Blocks(c.law, seen, latest, jnp.asarray(there["loss_mask"][n], jnp.float32))
+        y, cache, learning = unit(x, plan, cache)
+        return y - x, (seen[:, -c.window :], seen[:, -c.window - 1]), cache, learning
 
-    seen, cache = start
     for n in range(len(x)):
         at = there.under(f"block{n}/")
         close(unit.norm(x[n], jnp.float32), at["x_tilde"], 1e-5)
-        q, k, v, gate = unit.project(x[n], c)
+        q, k, v, gate = unit.project(x[n])
         z, chosen = unit.codebook.nearest(k)
         for name, ours in (("q", q[:, :, 0]), ("k", k), ("v", v), ("g", gate), ("k_hat", chosen)):
             close(ours, at[name], 1e-5, name)
         np.testing.assert_array_equal(z, at["z"])
-        y, seen, cache, learning = step(unit, x[n], seen, cache, n)
+        y, (documents, latest), cache, learning = step(x[n], documents, latest, cache, n)
         close(y, at["res"], 2e-5)
         close(learning.error / there["loss_mask"][n].size, at["l_commit"], 1e-5)
         assert float(learning.surrogate) == float(at["l_codebook"]) == 0.0
         close(cache.counts, at["state_after/aggcache/lower"], 1e-6)
         close(cache.means, at["state_after/aggcache/upper_div_lower"], 1e-5)
         np.testing.assert_array_equal(cache.codes, at["state_after/xlcache/z"])
-        from_zero = [np.maximum(np.asarray(a) - 1, 0) for a in seen]
+        from_zero = [np.maximum(np.asarray(a) - 1, 0) for a in (documents, latest)]
         np.testing.assert_array_equal(from_zero[0], at["state_after/xlcache/doc_ids"])
         np.testing.assert_array_equal(from_zero[1], at["state_after/aggcache/latest_doc_id"])
 
@@ -304,12 +306,12 @@ def test_one_unit_block_by_block() -> None:
     g = cotangents["cotangent"].swapaxes(0, 1).reshape(rows, -1, c.d_model)
     both = jnp.asarray(there["x"][:2]).swapaxes(0, 1).reshape(rows, -1, c.d_model)
     for through in (0, 1):
-        changed = dataclasses.replace(c, through_cache=bool(through))
+        law = c.law._replace(through=bool(through))
         documents = 1 + there["doc_ids"][:2].swapaxes(0, 1).reshape(rows, -1)
-        now = vq.Seen(jnp.concatenate([start[0].documents, documents], 1), start[0].latest)
+        plan = Blocks(law, jnp.concatenate([state.documents, documents], 1), state.latest)
 
-        def seen_through(unit: vq_lm.Unit, x: jax.Array, now: vq.Seen = now, c: Config = changed) -> jax.Array:
-            return jnp.vdot(unit(x, now, start[1], None, c, None)[0] - x, g)
+        def seen_through(unit: vq_unit.Unit, x: jax.Array, plan: Blocks = plan) -> jax.Array:
+            return jnp.vdot(unit(x, plan, start)[0] - x, g)
 
         by_unit, by_x = jax.jit(jax.grad(seen_through, argnums=(0, 1)))(unit, both)
         wanted = there.under(f"grad/gtc{through}/")
@@ -328,7 +330,7 @@ def test_positions_masks_norms() -> None:
         found = sinusoids(jnp.asarray(at.copy()), case["width"], float(case["lam"]))
         np.testing.assert_allclose(found, there[f"sinusoid/{i}"], atol=2e-6)
     bias = there["agg_bias/lower"]
-    ours = np.where(bias > 0, np.log(np.maximum(bias, 1)), vq_block.NEVER)
+    ours = np.where(bias > 0, np.log(np.maximum(bias, 1)), NEVER)
     np.testing.assert_allclose(ours, there["agg_bias/out"], rtol=1e-6)
     x = jnp.asarray(there["norm/x"])
     for i, case in enumerate(there.config["norm"]):
@@ -356,7 +358,7 @@ def test_skew() -> None:
             ours = vq_block.skew(Law(window, w), jnp.asarray(x[0, 0][None, :, w - 1 :]))
             i, j = np.arange(w)[:, None], np.arange(size)
             far, ahead = j < i, j > i + window
-            expected = np.where(far, 0.0, np.where(ahead, np.float32(vq_block.NEVER), y[0, 0]))
+            expected = np.where(far, 0.0, np.where(ahead, np.float32(NEVER), y[0, 0]))
             np.testing.assert_array_equal(ours, expected)
             back = vq_block.unskew(Law(window, w), ours)
             np.testing.assert_array_equal(back[0], x[0, 0][:, w - 1 :])

@@ -14,12 +14,13 @@ from flaxen.errors import InputError
 from flaxen.generate.processors import nucleus
 from flaxen.hf import vq as files
 from flaxen.hf.vq_memory import Memory
-from flaxen.models import vq_lm
+from flaxen.models import vq_language, vq_lm
 from flaxen.models.vq_config import Config
 from flaxen.models.vq_decoding import VQDecoder
 from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
-from flaxen.nn.vq_block import NEVER
+from flaxen.nn.vq import Blocks
+from flaxen.nn.vq_plan import NEVER
 from flaxen.pretrained import Pretrained
 
 SIZES = {"vocab_size": 23, "d_model": 16, "d_k": 8, "d_v": 12, "n_layers": 2, "n_codes": 5, "block": 4, "window": 6}
@@ -79,11 +80,11 @@ def dense(model: VQLM, ids: np.ndarray) -> jax.Array:
     x = model.embed(jnp.asarray(ids), jnp.broadcast_to(jnp.arange(t), ids.shape))
     distance = jnp.arange(t)[:, None] - jnp.arange(t)
     for layer in vq_lm.unstack(model.layers):
-        for unit in [one for one in (layer.first, layer.second) if one is not None]:
-            q, k, v, gate = unit.project(x, c)
-            queries, distant = unit.biased(q, c)
+        for unit in layer.units:
+            q, k, v, gate = unit.project(x)
+            queries, distant = unit.biased(q)
             keys = k if c.attention == "full" else unit.codebook.nearest(k)[1]
-            bias = jnp.einsum("bngth,ngeh->bngte", distant, unit.table(c))
+            bias = jnp.einsum("bngth,ngeh->bngte", distant, unit.table())
             at = jnp.clip(c.window - distance, 0, c.window)
             bias = jnp.take_along_axis(bias, jnp.broadcast_to(at, (*bias.shape[:3], t, t)), axis=-1)
             scores = jnp.einsum("bngth,bnsh->bngts", queries, keys) + jnp.where(distance <= c.window, bias, 0.0)
@@ -150,12 +151,13 @@ def test_nothing_looks_ahead(form: str, block: int, window: int) -> None:
     """The Jacobian of outputs by inputs is lower triangular, and not empty below."""
     model = make(block=block, window=window, form=form)
     c, state = model.config, vq_lm.empty(model.config, 1)
-    seen = state.seen.followed(jnp.ones((1, 12), jnp.int32))
+    documents = jnp.concatenate([state.documents, jnp.ones((1, 12), jnp.int32)], axis=1)
+    plan = Blocks(c.law, documents, state.latest, parallel=form == "parallel")
     layers = vq_lm.unstack(model.layers)
 
     def outputs(x: jax.Array) -> jax.Array:
         for i, layer in enumerate(layers):
-            x, _, _ = layer(x, seen, jax.tree.map(lambda a, i=i: a[i], state.caches), None, c, None)
+            x, _, _ = layer(x, plan, jax.tree.map(lambda a, i=i: a[:, i], state.caches))
         return x[0].sum(axis=-1)
 
     x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 12, c.d_model)), jnp.float32)
@@ -276,13 +278,13 @@ def test_counts_stay_exact_in_bf16() -> None:
     for reference, expected in ((False, 294.0), (True, 256.0)):
         model = make(compute="bfloat16", n_codes=1, block=1, reference=reference)
         _, state, _ = jax.jit(lambda model: model(ids))(model)
-        assert float(state.caches[0].counts[0].sum()) == expected
+        assert float(state.caches[0].counts[:, 0].sum()) == expected
 
 
 def test_fitted_codebooks_are_nearer() -> None:
     model, ids = make(n_codes=8), jnp.asarray(text(4, 24))
     error = jax.jit(lambda model: model(ids, weights=jnp.ones(ids.shape))[2].error)
-    fitted = jax.jit(vq_lm.fit_codebooks)(model, ids, jax.random.key(0))
+    fitted = jax.jit(vq_language.fit_codebooks)(model, ids, jax.random.key(0))
     assert error(fitted) < 0.5 * error(model)
 
 

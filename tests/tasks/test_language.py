@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from ids import Ids
 
-from flaxen import families
 from flaxen.data.stream_store import Opened
 from flaxen.data.tokenizers import ByteTokenizer
+from flaxen.models import vq_language
 from flaxen.models.vq_config import PRESETS, Config
 from flaxen.tasks.language import Language
 from flaxen.tasks.objective import LanguageObjective
+from flaxen.tree import leaves
 
 CONFIG = replace(PRESETS["vq-tiny"], block=8, window=8)
 
@@ -20,9 +21,7 @@ CONFIG = replace(PRESETS["vq-tiny"], block=8, window=8)
 def task(config: Config = CONFIG, **objective: object) -> Language:
     ids = Ids(np.random.default_rng(0).choice([1, 3, 4, 5], 1000).astype(np.int32))
     opened = Opened({"train": ids, "validation": ids}, ())
-    return Language(
-        families.TRANSFORMER_VQ, config, LanguageObjective(48, 16, **objective), ByteTokenizer.plain(), opened, 7
-    )
+    return Language(vq_language, config, LanguageObjective(48, 16, **objective), ByteTokenizer.plain(), opened, 7)
 
 
 def test_rows_and_steps_stand_alone() -> None:
@@ -53,3 +52,19 @@ def test_what_a_gradient_is_divided_by() -> None:
     batch = jax.device_put(task().batch(0, 3))
     assert task().divisor(batch) is None
     assert task(normalise="positions").divisor(batch) == 3 * 16
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+def test_names_of_the_carry(attention: str) -> None:
+    """Checkpoints of a run hold it by these names, rows first: a name that changes makes older ones unreadable."""
+    c = replace(CONFIG, attention=attention)
+    made = task(c) if attention == "vq" else Language(
+        vq_language, c, LanguageObjective(48), ByteTokenizer.plain(), task().data, 7
+    )  # fmt: skip
+    found = {name: leaf.shape for name, leaf in leaves({"carry": made.carry(3)}).items()}
+    shapes = {"codes": (8,), "keys": (8, 32), "values": (8, 256), "counts": (64,), "means": (64, 256)}
+    caches = {
+        f"carry.caches.{unit}.{name}": (3, c.n_layers, 1, *shape) for unit in (0, 1) for name, shape in shapes.items()
+    }
+    expected = {"carry.position": (3,), "carry.documents": (3, 8), "carry.latest": (3,), "carry.key": (3, 2)}
+    assert found == expected | (caches if attention == "vq" else {})

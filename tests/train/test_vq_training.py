@@ -12,6 +12,7 @@ from flaxen.data.stream_store import Bytes, Opened
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.hf import vq as files
 from flaxen.hf.weightmap import save
+from flaxen.models import vq_language
 from flaxen.models.vq_lm import VQLM
 from flaxen.tasks.language import Language
 from flaxen.tasks.objective import LanguageObjective
@@ -104,9 +105,8 @@ class FromGolden(Language):
             settings["sequence_len"], settings["update_len"], settings["c_beta"], normalise="positions"
         )
         stream = Bytes(np.zeros(settings["sequence_len"], np.uint8), 0, settings["sequence_len"])
-        super().__init__(
-            model.config, objective, ByteTokenizer.plain(), Opened({"train": stream, "validation": stream}, ()), 0
-        )
+        data = Opened({"train": stream, "validation": stream}, ())
+        super().__init__(vq_language, model.config, objective, ByteTokenizer.plain(), data, 0)
         self.there = there
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:

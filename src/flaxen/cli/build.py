@@ -10,7 +10,7 @@ from typing import Any
 
 from flaxen import families
 from flaxen.cli.settings import Settings, Start
-from flaxen.cli.tasks import TASKS
+from flaxen.cli.tasks import TASKS, check_hidden
 from flaxen.data.images import Processor
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
@@ -74,6 +74,11 @@ def build(settings: Settings) -> Built:
     begin = setup(settings.model)
     task = open_task(settings, begin)
     abstract, seed = begin.family.model(task.config), settings.training.seed
+    has_codebooks = settings.task == "language" and begin.family.language.has_codebooks(task.config)
+    if settings.task == "language" and not has_codebooks:
+        check_hidden(settings, ("optimizer.codebook", "optimizer.restart"))
+    if has_codebooks and settings.model.init is not None and settings.objective.codebooks == "data":  # type: ignore[attr-defined]
+        raise InputError("a checkpoint has its codebooks: leave out --objective.codebooks data, or model.init")
 
     def weights() -> Any:
         return task.start(begin.weights(task.config, seed=seed))
@@ -88,7 +93,7 @@ def build(settings: Settings) -> Built:
     def export(model: Any, directory: Path) -> None:
         begin.pretrained(model).save(directory)
 
-    finish = _draw_codebooks if getattr(task.config, "attention", "") == "vq" else _nothing_else
+    finish = _draw_codebooks if has_codebooks else _nothing_else
     return Built(task, stepper, abstract, weights, export, facts | {"steps": stepper.steps}, finish)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from flaxen.nn.hardware import target
-from flaxen.nn.vq_block import Law
+from flaxen.nn.vq_plan import Law
 
 CHOICES = {
     "heads": ("shga", "mqa", "mha"),

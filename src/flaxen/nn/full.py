@@ -1,5 +1,9 @@
-"""The quadratic twin of nn/vq.py: the same attention, with keys as they are and all of them one by one."""
+"""The quadratic twin of nn/vq.py: the same attention, with keys as they are and all of them one by one.
 
+Axes as in nn/vq_plan.py.
+"""
+
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -8,30 +12,33 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from flaxen.nn.hardware import each_row
-from flaxen.nn.vq_block import NEVER, Law, dot, skew
+from flaxen.nn.vq_block import dot, skew
+from flaxen.nn.vq_plan import NEVER, Heads, Law
+from flaxen.nn.vq_ring import Ring
 
 SEGMENTS = 8  # parts of a sequence, each of which sees all keys up to its end: a sixteenth of the work is for nothing
 
 
-def attend(
-    queries: Float[Array, "B N G T H"],
-    distant: Float[Array, "B N G T H"],
-    keys: Float[Array, "B N T H"],
-    values: Float[Array, "B N T V"],
-    table: Float[Array, "N G E H"],
-    documents: Int[Array, "B T"],
-    law: Law,
-) -> Float[Array, "B N G T V"]:
-    """What each query sees of all keys before it. Scores are held for one block of queries at a time."""
-    b, n, g, t, _ = queries.shape
-    blocks = t // law.block
-    tables = jnp.broadcast_to(table, (b, *table.shape)).reshape(b * n, g, *table.shape[2:])
-    numbers = jnp.broadcast_to(documents[:, None], (b, n, t)).reshape(b * n, t)
-    rows = [a.reshape(b * n, *a.shape[2:]) for a in (queries, distant, keys, values)]
-    one = partial(_row, law, blocks)
-    every = (*rows, tables, numbers)
-    out = each_row(one, every)
-    return out.reshape(b, n, g, t, -1)
+@dataclass(frozen=True)
+class Whole:
+    """The plan of a pass over T tokens with nothing before them. Scores are held for one block of queries at a time."""
+
+    law: Law
+    documents: Int[Array, "B T"]  # from 1 on, 0 for padding
+    room: int | None = None  # keep all keys and values, with slots for so many tokens more: for decoding
+    weights: None = None  # there are no codebooks
+
+    def attend(self, heads: Heads, cache: None) -> tuple[Float[Array, "B N G T U"], Ring | None]:
+        b, n, g, t, _ = heads.queries.shape
+        tables = jnp.broadcast_to(heads.table, (b, *heads.table.shape))
+        documents = jnp.broadcast_to(self.documents[:, None], (b, n, t))
+        every = (heads.queries, heads.distant, heads.keys, heads.values, tables, documents)
+        rows = tuple(a.reshape(b * n, *a.shape[2:]) for a in every)
+        out = each_row(partial(_row, self.law, t // self.law.block), rows).reshape(b, n, g, t, -1)
+        if self.room is None:
+            return out, None
+        slots = ((0, 0), (0, 0), (0, self.room), (0, 0))
+        return out, Ring(jnp.pad(heads.keys, slots), jnp.zeros((b, n, 0)), jnp.pad(heads.values, slots))
 
 
 def _row(law: Law, blocks: int, q: Array, d: Array, k: Array, v: Array, table: Array, documents: Array) -> Array:
@@ -49,7 +56,7 @@ def _row(law: Law, blocks: int, q: Array, d: Array, k: Array, v: Array, table: A
 
 def _block(
     law: Law, i: Array, q: Array, d: Array, *, k: Array, v: Array, table: Array, documents: Array
-) -> Float[Array, "G W V"]:
+) -> Float[Array, "G W U"]:
     g, w, size = *q.shape[:2], law.window + law.block
     near = skew(law, jax.vmap(dot)(d, table.swapaxes(1, 2))).reshape(g, w, size)
     at, ahead = i * w, jnp.arange(len(k)) - law.window  # of each key

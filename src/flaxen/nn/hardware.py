@@ -158,3 +158,14 @@ def transposed_right(a: Array) -> Array:
     """aᵀ as the right operand of a matmul. In f32 kernels pack it from either side equally fast; the fast bf16 kernels
     need it contiguous, and without them bf16 is no faster than f32."""
     return transposed_copy(a) if a.dtype == jnp.bfloat16 else a.T
+
+
+def write_after_read(index: Array, read: Array) -> Array:
+    """`index`, but known only when `read` is: a write there waits until `read` has been computed.
+
+    A loop that reads a buffer and writes into it can then do so in place. Without the dependency XLA may order the
+    write first, and to keep what is still to be read it copies the whole buffer, at every step. The 0 that is added is
+    one that the compiler cannot know: nothing is both NaN and 0.
+    """
+    first = read.reshape(-1)[0]
+    return index + (jnp.isnan(first) & (first == 0)).astype(index.dtype)

@@ -2,12 +2,10 @@
 
 A query sees the last C keys one by one, with a bias for their distance. Keys that have left this window are known by
 their codes alone: all keys with one code have one score, so their number and the mean of their values stand for them.
-Queries go in blocks of W; the result does not depend on W.
-
-Axes: B rows, N heads with keys of their own, G queries for each of them, T tokens = K blocks of W, C window, M codes,
-H size of a key, V size of a value.
+Queries go in blocks of W; the result does not depend on W. Axes as in nn/vq_plan.py.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +16,8 @@ from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.hardware import each_row
 from flaxen.nn.stack import kept
-from flaxen.nn.vq_block import Law, Scale, Window, block_backward, block_forward, hidden_keys
+from flaxen.nn.vq_block import Scale, Window, block_backward, block_forward, hidden_keys
+from flaxen.nn.vq_plan import Heads, Law
 
 
 class Cache(NamedTuple):
@@ -26,9 +25,9 @@ class Cache(NamedTuple):
 
     codes: Int[Array, "B N C"]
     keys: Float[Array, "B N C H"]
-    values: Float[Array, "B N C V"]
+    values: Float[Array, "B N C U"]
     counts: Float[Array, "B N M"]  # of keys that have left the window
-    means: Float[Array, "B N M V"]  # of their values
+    means: Float[Array, "B N M U"]  # of their values
 
     @staticmethod
     def empty(rows: int, heads: int, window: int, codes: int, d_k: int, d_v: int) -> "Cache":
@@ -41,44 +40,13 @@ class Cache(NamedTuple):
         )
 
 
-class Seen(NamedTuple):
-    """Which document each token is of, from 1 on, 0 for padding: of the window, then of the tokens at hand. It is one
-    for all layers. `latest` is the document that the means are of."""
-
-    documents: Int[Array, "B S"]
-    latest: Int[Array, "B"]
-
-    def evictions(self, law: Law) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Bool[Array, "B K W"]]:
-        """For each block: whose means it reads, whether they are kept behind it, which keys then join them."""
-        blocks = (self.documents.shape[1] - law.window) // law.block
-        leaving = self.documents[:, : blocks * law.block].reshape(len(self.latest), blocks, law.block)
-        after = leaving[:, :, -1]
-        before = jnp.concatenate([self.latest[:, None], after[:, :-1]], axis=1)
-        if not law.documents:
-            return before, jnp.ones(before.shape, bool), leaving > 0
-        return before, before == after, (leaving > 0) & (leaving == after[:, :, None])
-
-    @staticmethod
-    def nothing(rows: int, window: int) -> "Seen":
-        return Seen(jnp.zeros((rows, window), jnp.int32), jnp.zeros(rows, jnp.int32))
-
-    def followed(self, documents: Int[Array, "B T"]) -> "Seen":
-        """The window, and the tokens at hand behind it."""
-        return Seen(jnp.concatenate([self.documents, documents], axis=1), self.latest)
-
-    def after(self, law: Law) -> "Seen":
-        """What is carried behind these tokens."""
-        latest = self.documents[:, -law.window - 1]
-        return Seen(self.documents[:, self.documents.shape[1] - law.window :], latest)
-
-
 class Operands(NamedTuple):
     """One head of one row, before it is cut into blocks. Keys and values begin with those of the window."""
 
     queries: Float[Array, "K R H"]  # R = G · W queries of a block, with what keys are compared to
     distant: Float[Array, "K R H"]  # and with what distances are
     keys: Float[Array, "S H"]
-    values: Float[Array, "S V"]
+    values: Float[Array, "S U"]
     table: Float[Array, "G E H"]  # of the distances C, C - 1, … 0
 
 
@@ -92,58 +60,74 @@ class Context(NamedTuple):
     leaving: Bool[Array, "K W"]
     codebook: Float[Array, "M H"]
     counts: Float[Array, "M"]
-    means: Float[Array, "M V"]
+    means: Float[Array, "M U"]
 
 
-def attend(
-    queries: Float[Array, "B N G T H"],
-    distant: Float[Array, "B N G T H"],
-    codes: Int[Array, "B N T"],
-    keys: Float[Array, "B N T H"],
-    values: Float[Array, "B N T V"],
-    table: Float[Array, "N G E H"],
-    codebook: Float[Array, "N M H"],
-    seen: Seen,
-    cache: Cache,
-    law: Law,
-    parallel: bool = False,
-) -> tuple[Float[Array, "B N G T V"], Cache]:
-    """What each query sees, and the cache behind the last block.
+@dataclass(frozen=True)
+class Blocks:
+    """The plan of a pass over T tokens, a multiple of the block."""
 
-    `parallel` computes all blocks at once: of use where one block cannot fill the hardware.
-    """
-    b, n, g, t, _ = queries.shape
-    blocks = t // law.block
+    law: Law
+    documents: Int[Array, "B S"]  # of each token of the window, then of the T at hand: from 1 on, 0 for padding
+    latest: Int[Array, "B"]  # the document that the means are of
+    weights: Float[Array, "B T"] | None = None  # which tokens codebooks learn from, if any
+    parallel: bool = False  # all blocks at once: of use where one block cannot fill the hardware
 
-    def split(q: Array) -> Array:  # [B, N, K, R, H]
-        q = q.reshape(b, n, g, blocks, law.block, -1).swapaxes(2, 3)
-        return q.reshape(b, n, blocks, g * law.block, -1)
+    def attend(self, heads: Heads, cache: Cache) -> tuple[Float[Array, "B N G T U"], Cache]:
+        """What each query sees, and the cache behind the last block."""
+        assert heads.codes is not None
+        law, shape = self.law, heads.queries.shape
+        # No gradient goes into what the pass before has left.
+        codes, keys, values = (
+            jnp.concatenate([lax.stop_gradient(old), new.astype(old.dtype)], axis=2)
+            for old, new in (
+                (cache.codes, heads.codes),
+                (cache.keys, heads.keys),
+                (cache.values.astype(heads.values.dtype), heads.values),
+            )
+        )
+        operands = Operands(
+            self._split(heads.queries),
+            self._split(heads.distant),
+            keys,
+            values,
+            jnp.broadcast_to(heads.table, (shape[0], *heads.table.shape)),
+        )
+        context = lax.stop_gradient(self._context(codes, heads.codebook, cache))
+        one = partial(_parallel if self.parallel else _scanned, law)
+        rows = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (operands, context))
+        out, counts, means = each_row(one, rows)
+        out = out.reshape(*shape[:2], -1, shape[2], law.block, out.shape[-1]).swapaxes(2, 3).reshape(*shape[:4], -1)
+        last = slice(keys.shape[2] - law.window, None)
+        counts, means = counts.reshape(cache.counts.shape), means.reshape(cache.means.shape)
+        after = Cache(codes[:, :, last], keys[:, :, last], values[:, :, last].astype(jnp.float32), counts, means)
+        return out, lax.stop_gradient(after)
 
-    codes, keys, values = (
-        jnp.concatenate([lax.stop_gradient(old), new.astype(old.dtype)], axis=2)
-        for old, new in ((cache.codes, codes), (cache.keys, keys), (cache.values.astype(values.dtype), values))
-    )
-    before, keep, leaving = seen.evictions(law)
-    every = lambda a: jnp.broadcast_to(a[:, None], (b, n, *a.shape[1:]))  # noqa: E731
-    operands = Operands(split(queries), split(distant), keys, values, jnp.broadcast_to(table, (b, *table.shape)))
-    context = Context(
-        codes,
-        every(seen.documents),
-        every(before),
-        every(keep),
-        every(leaving),
-        jnp.broadcast_to(codebook, (b, *codebook.shape)),
-        cache.counts,
-        cache.means,
-    )
-    one = partial(_parallel if parallel else _scanned, law)
-    rows = jax.tree.map(lambda a: a.reshape(b * n, *a.shape[2:]), (operands, lax.stop_gradient(context)))
-    out, counts, means = each_row(one, rows)
-    out = out.reshape(b, n, blocks, g, law.block, -1).swapaxes(2, 3).reshape(b, n, g, t, -1)
-    last = slice(keys.shape[2] - law.window, None)
-    counts, means = counts.reshape(cache.counts.shape), means.reshape(cache.means.shape)
-    after = Cache(codes[:, :, last], keys[:, :, last], values[:, :, last].astype(jnp.float32), counts, means)
-    return out, lax.stop_gradient(after)
+    def _split(self, q: Float[Array, "B N G T H"]) -> Float[Array, "B N K R H"]:
+        """Queries by block; those of one key head that stand in one block are one matrix."""
+        b, n, g, t, _ = q.shape
+        blocks = t // self.law.block
+        q = q.reshape(b, n, g, blocks, self.law.block, -1).swapaxes(2, 3)
+        return q.reshape(b, n, blocks, g * self.law.block, -1)
+
+    def _context(self, codes: Int[Array, "B N S"], codebook: Array | None, cache: Cache) -> "Context":
+        assert codebook is not None
+        b, n = codes.shape[:2]
+        per_row = (self.documents, *self._evictions())
+        documents, before, keep, leaving = (jnp.broadcast_to(a[:, None], (b, n, *a.shape[1:])) for a in per_row)
+        codebooks = jnp.broadcast_to(codebook, (b, *codebook.shape))
+        return Context(codes, documents, before, keep, leaving, codebooks, cache.counts, cache.means)
+
+    def _evictions(self) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Bool[Array, "B K W"]]:
+        """For each block: whose means it reads, whether they are kept behind it, which keys then join them."""
+        law = self.law
+        blocks = (self.documents.shape[1] - law.window) // law.block
+        leaving = self.documents[:, : blocks * law.block].reshape(len(self.latest), blocks, law.block)
+        after = leaving[:, :, -1]
+        before = jnp.concatenate([self.latest[:, None], after[:, :-1]], axis=1)
+        if not law.documents:
+            return before, jnp.ones(before.shape, bool), leaving > 0
+        return before, before == after, (leaving > 0) & (leaving == after[:, :, None])
 
 
 # One head of one row, block after block. ------------------------------------------------------------------------------
@@ -218,7 +202,10 @@ def _add_at(sums: Array, more: Array, at: Array) -> Array:
 
 def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
     """Of block i."""
-    cut = lambda a: lax.dynamic_slice_in_dim(a, i * law.block, law.window + law.block)  # noqa: E731
+
+    def cut(a: Array) -> Array:
+        return lax.dynamic_slice_in_dim(a, i * law.block, law.window + law.block)
+
     documents = cut(context.documents)
     own = documents[law.window :]
     return Window(
@@ -250,15 +237,14 @@ def _shares(law: Law, context: Context, i: Array, counts: Array) -> tuple[Array,
 
 def _joined(
     law: Law, context: Context, values: Array, i: Array, counts: Array, means: Array
-) -> tuple[Float[Array, "M"], Float[Array, "M V"]]:
+) -> tuple[Float[Array, "M"], Float[Array, "M U"]]:
     """Counts and means with the keys that leave the window behind block i."""
     if not law.collect:
         return counts, means
     old, new, share = _shares(law, context, i, counts)
     codes, leaving = _leaving(law, context.codes, i), _leaving(law, values, i).astype(jnp.float32)
     joined = (old[:, None] * means).at[codes].add(leaving * share[:, None], mode="drop")
-    rounded = lambda a: a.astype(law.rounding).astype(jnp.float32)  # noqa: E731
-    return rounded(new), rounded(joined)
+    return law.rounded(new), law.rounded(joined)
 
 
 # One head of one row, all blocks at once. -----------------------------------------------------------------------------
@@ -274,18 +260,23 @@ def _parallel(law: Law, operands: Operands, context: Context) -> tuple[Array, Ar
     def one(i: Array, counts: Array, means: Array) -> Array:
         w = _window(law, operands, context, i)
         if not law.through:
-            still = lambda a: jnp.concatenate([lax.stop_gradient(a[: law.window]), a[law.window :]])  # noqa: E731
-            w = w._replace(keys=still(w.keys), values=still(w.values))
+            w = w._replace(keys=_constant_window(law, w.keys), values=_constant_window(law, w.values))
         return block_forward(law, w, counts, means)[0]
 
     return jax.vmap(one)(blocks, counts, means), *last
 
 
+def _constant_window(law: Law, a: Float[Array, "S _"]) -> Float[Array, "S _"]:
+    """With gradients for the tokens of the block itself alone."""
+    return jnp.concatenate([lax.stop_gradient(a[: law.window]), a[law.window :]])
+
+
 def _all_joined(law: Law, context: Context, values: Array, n: int) -> tuple[Array, Array, tuple[Array, Array]]:
     """Counts and means before each block, and behind the last, by an associative combination of neighbours."""
     if not law.collect:
-        stay = lambda a: jnp.broadcast_to(a, (n, *a.shape))  # noqa: E731
-        return stay(context.counts), stay(context.means), (context.counts, context.means)
+        last = (context.counts, context.means)
+        counts, means = (jnp.broadcast_to(a, (n, *a.shape)) for a in last)
+        return counts, means, last
 
     def alone(i: Array) -> tuple[Array, Array]:
         nothing = jnp.zeros_like(context.counts)

@@ -1,6 +1,6 @@
 """One block of queries of one head: what it sees of its window and of the codes, and the gradients of that.
 
-Axes: R = G · W queries, S = C + W keys, E = C + 1 distances, M codes, H size of a key, V size of a value.
+Axes as in nn/vq_plan.py; R = G · W queries.
 """
 
 from typing import NamedTuple
@@ -12,20 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.hardware import transposed_copy, transposed_right
 from flaxen.nn.matmul import dots
-
-NEVER = -1e30  # a score that weighs nothing, whatever the others
-
-
-class Law(NamedTuple):
-    """What does not change from call to call."""
-
-    window: int  # C
-    block: int  # W
-    aggregate: bool = True  # see keys beyond the window at all
-    through: bool = True  # let gradients pass from block to block
-    documents: bool = False  # see nothing of other documents
-    rounding: str = "float32"  # of counts and means between blocks
-    collect: bool = True  # keep counts and means of keys beyond the window, seen or not
+from flaxen.nn.vq_plan import NEVER, Law
 
 
 class Window(NamedTuple):
@@ -34,7 +21,7 @@ class Window(NamedTuple):
     queries: Float[Array, "R H"]
     distant: Float[Array, "R H"]
     keys: Float[Array, "S H"]
-    values: Float[Array, "S V"]
+    values: Float[Array, "S U"]
     table: Float[Array, "G E H"]
     codebook: Float[Array, "M H"]
     hidden: Float[Array, "#W S"]  # NEVER for keys that a query does not see, beside those ahead of it or too far
@@ -71,8 +58,8 @@ class Scale(NamedTuple):
 
 
 def block_forward(
-    law: Law, w: Window, counts: Float[Array, "M"], means: Float[Array, "M V"]
-) -> tuple[Float[Array, "R V"], Scale]:
+    law: Law, w: Window, counts: Float[Array, "M"], means: Float[Array, "M U"]
+) -> tuple[Float[Array, "R U"], Scale]:
     """What the queries of one block see."""
     near, far = _scores(law, w, counts)
     top = near.max(-1) if far is None else jnp.maximum(near.max(-1), far.max(-1))
@@ -91,19 +78,19 @@ class Slopes(NamedTuple):
     queries: Float[Array, "R H"]
     distant: Float[Array, "R H"]
     keys: Float[Array, "S H"]
-    values: Float[Array, "S V"]
+    values: Float[Array, "S U"]
     table: Float[Array, "G E H"]
-    means: Float[Array, "M V"]
+    means: Float[Array, "M U"]
 
 
 def block_backward(
     law: Law,
     w: Window,
     counts: Float[Array, "M"],
-    means: Float[Array, "M V"],
-    out: Float[Array, "R V"],
+    means: Float[Array, "M U"],
+    out: Float[Array, "R U"],
     scale: Scale,
-    g: Float[Array, "R V"],
+    g: Float[Array, "R U"],
 ) -> Slopes:
     """Weights are made again: they take a fortieth of the products, and would be a third of what is kept."""
     dtype = w.values.dtype

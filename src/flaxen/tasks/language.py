@@ -1,36 +1,83 @@
-"""Language modelling: predict the next token of a long row of text, bytes or pixels, with what came before in mind."""
+"""Language modelling: predict the next token of a long row of text, bytes or pixels, with what came before in mind.
 
-import dataclasses
+The task knows no model. What it asks of an architecture is `LanguageModel`, which a module of flaxen.models provides.
+"""
+
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Int
 
 from flaxen.data.order import examples
 from flaxen.data.stream_store import Measure, Opened, Stream, open_streams, pieces
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
-from flaxen.models import vq_lm
-from flaxen.models.vq_config import Config
-from flaxen.models.vq_lm import VQLM, Noise, State
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import LanguageObjective
-from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
+from flaxen.tasks.task import Batch, Setup, Task
 
 
-class Carry(NamedTuple):
-    """What an update leaves to the next one of the same sequences. Rows first."""
+@runtime_checkable
+class LanguageConfig(Protocol):
+    """What the task reads of a model's configuration."""
 
-    position: Array
-    documents: Array
-    latest: Array
-    caches: Any  # [B, L, …]
-    key: Array  # of the dropout that stays the same for a whole sequence
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def start_id(self) -> int:
+        """What stands before the first token of a sequence."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """What the task knows of an architecture: functions of its configuration or of a model. A module with these names
+    will do, such as flaxen.models.vq_language or flaxen.models.gpt2_language."""
+
+    def fitted(self, config: Any, objective: LanguageObjective, image: tuple[int, ...], training: bool) -> Any:
+        """The configuration for data of this kind; `image` is the shape of its images, () for text and bytes.
+        ValueError if a model cannot be trained on it."""
+
+    def check(self, config: Any, objective: LanguageObjective) -> None:
+        """ValueError if a model with this configuration cannot be trained or evaluated so."""
+
+    def notes(self, config: Any) -> list[str]:
+        """What a user should know of the model before a run."""
+
+    def flops(self, config: Any, length: int) -> float:
+        """Floating-point operations of the matmuls in the forward pass of one sequence."""
+
+    def has_codebooks(self, config: Any) -> bool:
+        """Whether settings of codebooks mean anything."""
+
+    def initial_carry(self, config: Any, rows: int) -> Any:
+        """What is carried from chunk to chunk of a sequence, before the first; None if nothing is. Rows first."""
+
+    def language_loss(
+        self,
+        model: Any,
+        inputs: Int[Array, "B T"],
+        labels: Int[Array, "B T"],
+        fresh: Bool[Array, "B"],
+        carry: Any,
+        key: Array | None,
+        objective: LanguageObjective,
+    ) -> tuple[Sums, Any]:
+        """Sums over labels that are not negative, and what is carried to the next chunk. Rows that are `fresh` begin
+        from nothing. With a key there is noise, and the sums have the gradients to train with."""
+
+    def prepare(self, model: Any, inputs: Int[Array, "B T"], key: Array, objective: LanguageObjective) -> Any:
+        """The model that training starts from, given some of the data."""
 
 
 class Language(Task):
@@ -38,61 +85,54 @@ class Language(Task):
 
     def __init__(
         self,
-        family: ModelFamily,
-        config: Config,
+        architecture: LanguageModel,
+        config: LanguageConfig,
         objective: LanguageObjective,
         tokenizer: Tokenizer,
         data: Opened,
         seed: int,
         split: str = "validation",
     ):
-        chunk = objective.chunk
-        if config.attention == "full" and objective.continued:
-            raise InputError("full attention carries nothing from sequence to sequence: leave objective.continued out")
-        if chunk % config.block:
-            raise InputError(
-                f"an update of {chunk} tokens (objective.update, or objective.length) must be a multiple of the "
-                f"model's block of {config.block}; a block that fits: --model.fields "
-                f"block={math.gcd(chunk, config.block)}"
-            )
-        if config.attention == "full" and chunk != objective.length:
-            raise InputError(
-                "full attention keeps nothing from update to update: leave objective.update out, or use attention vq"
-            )
+        try:
+            architecture.check(config, objective)
+        except ValueError as error:
+            raise InputError(str(error)) from None
         if data.shape and objective.length % math.prod(data.shape):
             raise InputError(
                 f"objective.length={objective.length} must be a multiple of the {math.prod(data.shape)} numbers of a "
                 f"picture of shape {data.shape}"
             )
-        self.config, self.objective, self.tokenizer, self.seed, self.data = config, objective, tokenizer, seed, data
-        self.split = split
+        self.architecture, self.objective, self.tokenizer, self.data = architecture, objective, tokenizer, data
+        self.config: Any = config
+        self.seed, self.split = seed, split
         self.train, self.held = data.splits["train"], data.splits[split]
         for name, stream in (("train", self.train), (split, self.held)):
             self._check_ids(name, stream)
-        self.chunks = objective.length // chunk
+        self.chunks = objective.length // objective.chunk
         self.sequences = -(-len(self.train) // objective.length)
         self.examples = self.sequences * self.chunks
         self.validation_examples = -(-len(self.held) // objective.length)
-        self.tokens, self.flops = chunk, 3 * family.flops(config, chunk)
+        self.tokens, self.flops = objective.chunk, 3 * architecture.flops(config, objective.chunk)
 
     @classmethod
     def open(
         cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
     ) -> "Language":
-        data, objective, config = settings.data, settings.objective, setup.config
+        data, objective, architecture = settings.data, settings.objective, setup.family.language
         opened = open_streams(data, setup.tokenizer)
-        if config.image and opened.shape != config.image:
-            got = opened.shape or "none"
-            raise InputError(f"the model writes pictures of shape {config.image}, the data has {got}")
         if data.kind != "text" and not isinstance(setup.tokenizer, ByteTokenizer):
             raise InputError(
                 f"data.kind {data.kind} reads bytes as they are, and this model's tokens are a vocabulary's; leave "
                 "--model.tokenizer out, or read the files with --data.kind text"
             )
-        config = dataclasses.replace(config, image=opened.shape)
-        if not training:  # any block that divides an update gives the same numbers
-            config = dataclasses.replace(config, block=math.gcd(config.block, objective.chunk))
-        return cls(setup.family, config, objective, setup.tokenizer, opened, seed, split)
+        try:
+            config = architecture.fitted(setup.config, objective, opened.shape, training)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        return cls(architecture, config, objective, setup.tokenizer, opened, seed, split)
+
+    def counted(self, limit: int | None, skipped: int) -> str:
+        return super().counted(limit, skipped).replace("examples", "sequences")
 
     def _check_ids(self, name: str, stream: Stream) -> None:
         if name == "train" and not len(stream):
@@ -104,7 +144,7 @@ class Language(Task):
         if largest >= self.config.vocab_size:
             raise InputError(
                 f"the {name} data holds id {largest} and the model's vocabulary ends at {self.config.vocab_size - 1}; "
-                "they do not belong together"
+                "they do not fit"
             )
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
@@ -114,7 +154,7 @@ class Language(Task):
         return self._chunk(self.train, chosen * self.objective.length, chunk)
 
     def _chunk(self, stream: Stream, starts: np.ndarray, chunk: int, fresh: bool | None = None) -> Batch:
-        """Chunk number `chunk` of the sequences that start there. With `fresh` said, it alone says what goes on."""
+        """Chunk number `chunk` of the sequences that start there. `fresh` overrides that the first one begins anew."""
         c, length = self.config, self.objective.chunk
         at = starts + chunk * length
         fresh = chunk == 0 if fresh is None else fresh
@@ -143,25 +183,12 @@ class Language(Task):
                 batch["labels"][numbers >= n] = -1
                 yield batch
 
-    def carry(self, rows: int) -> Carry:
-        state = vq_lm.empty(self.config, rows)
-        return self._packed(state, jnp.zeros((rows, 2), jnp.uint32))
+    def carry(self, rows: int) -> Any:
+        return self.architecture.initial_carry(self.config, rows)
 
-    def loss(self, model: VQLM, batch: dict[str, Array], carry: Carry, key: Array | None) -> tuple[Sums, Carry]:
-        fresh, rows = batch["fresh"], len(batch["fresh"])
-        start = self.carry(rows)
-        if key is not None:
-            begun = jax.random.key_data(jax.random.fold_in(key, 1))
-            start = start._replace(key=jnp.broadcast_to(begun, start.key.shape))
-        now = jax.tree.map(lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), a, b), start, carry)
-        noise = None
-        if key is not None:
-            noise = Noise(jax.random.fold_in(key, 0), jax.random.wrap_key_data(now.key[0]))
-        sums, state, _ = model.loss(
-            batch["inputs"], batch["labels"], self._unpacked(now), commit=self.objective.commit, noise=noise,
-            learn=key is not None,
-        )  # fmt: skip
-        return sums, self._packed(state, now.key)
+    def loss(self, model: Any, batch: dict[str, Array], carry: Any, key: Array | None) -> tuple[Sums, Any]:
+        inputs, labels, fresh = batch["inputs"], batch["labels"], batch["fresh"]
+        return self.architecture.language_loss(model, inputs, labels, fresh, carry, key, self.objective)
 
     def divisor(self, batch: dict[str, Array]) -> int | None:
         return batch["labels"].size if self.objective.normalise == "positions" else None
@@ -185,13 +212,10 @@ class Language(Task):
         return {"training_data": self.train.identity, "validation_data": self.held.identity}
 
     def notes(self, size: int) -> list[str]:
-        c, state = self.config, jax.eval_shape(lambda: vq_lm.empty(self.config, 1))
         kind = f"{self.objective.length:,} tokens, {self.chunks} update(s) of {self.objective.chunk:,}"
         return [
             f"{self.sequences:,} training and {self.validation_examples:,} {self.split} sequences of {kind} each",
-            f"state of a sequence, whatever its length: {vq_lm.state_bytes(state) / 1e6:,.2f} MB"
-            if c.attention == "vq"
-            else "full attention: its cost grows with the square of the length, and it has no codebooks",
+            *self.architecture.notes(self.config),
         ]
 
     def show(self, batch: Batch, row: int) -> dict[str, str]:
@@ -202,21 +226,6 @@ class Language(Task):
         text = self.tokenizer.decode(np.maximum(labels, 0).tolist())
         return {"reads": self.tokenizer.decode(inputs.tolist()), "writes": text}
 
-    def start(self, model: VQLM) -> VQLM:
-        """With codebooks of the data, if they are wanted."""
-        if self.objective.codebooks == "random" or self.config.attention == "full":
-            return model
-        batch = self.batch(0, min(8, self.sequences))
-        return jax.jit(vq_lm.fit_codebooks)(model, jnp.asarray(batch["inputs"]), jax.random.key(self.seed))
-
-    def _packed(self, state: State, key: Array) -> Carry:
-        # Full attention keeps nothing: its caches are empty arrays, which no file need hold.
-        caches = state.caches if self.config.attention == "vq" else ()
-        rows_first = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), caches)
-        return Carry(state.position, state.seen.documents, state.seen.latest, rows_first, key)
-
-    def _unpacked(self, carry: Carry) -> State:
-        seen, caches = vq_lm.Seen(carry.documents, carry.latest), carry.caches
-        if self.config.attention == "full":
-            return State(carry.position, seen, vq_lm.empty(self.config, len(carry.position)).caches)
-        return State(carry.position, seen, jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), caches))
+    def start(self, model: Any) -> Any:
+        inputs = jnp.asarray(self.batch(0, min(8, self.sequences))["inputs"])
+        return self.architecture.prepare(model, inputs, jax.random.key(self.seed), self.objective)

@@ -1,0 +1,127 @@
+"""Transformer-VQ as the language-modelling task trains it: its `LanguageModel` (flaxen.tasks.language)."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int
+
+from flaxen.models import vq_config, vq_lm
+from flaxen.models.vq_config import Config
+from flaxen.models.vq_lm import VQLM, State
+from flaxen.models.vq_unit import Layer, Noise, Unit
+from flaxen.nn import codebook
+from flaxen.nn.loss import Sums
+from flaxen.nn.stack import unstack
+from flaxen.nn.vq import Blocks
+
+flops = vq_config.flops
+initial_carry = vq_lm.empty
+
+
+def fitted(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
+    """The configuration for data whose pictures, if it has any, have this shape."""
+    if config.image and image != config.image:
+        raise ValueError(f"the model writes pictures of shape {config.image}, the data has {image or 'none'}")
+    # Without training, any block that divides an update gives the same numbers.
+    block = config.block if training else math.gcd(config.block, objective.chunk)
+    return dataclasses.replace(config, image=image, block=block)
+
+
+def check(config: Config, objective: Any) -> None:
+    """ValueError if a model with this configuration cannot be trained so."""
+    chunk, full = objective.chunk, config.attention == "full"
+    if full and objective.continued:
+        raise ValueError("full attention carries nothing from sequence to sequence: leave objective.continued out")
+    if chunk % config.block:
+        raise ValueError(
+            f"an update of {chunk} tokens (objective.update, or objective.length) must be a multiple of the "
+            f"model's block of {config.block}; a block that fits: --model.fields "
+            f"block={math.gcd(chunk, config.block)}"
+        )
+    if full and chunk != objective.length:
+        raise ValueError(
+            "full attention keeps nothing from update to update: leave objective.update out, or use attention vq"
+        )
+
+
+def notes(config: Config) -> list[str]:
+    if config.attention == "full":
+        return ["full attention: its cost grows with the square of the length, and it has no codebooks"]
+    state = jax.eval_shape(lambda: vq_lm.empty(config, 1))
+    return [f"state of a sequence, whatever its length: {vq_lm.state_bytes(state) / 1e6:,.2f} MB"]
+
+
+def has_codebooks(config: Config) -> bool:
+    return config.attention == "vq"
+
+
+def language_loss(
+    model: VQLM,
+    inputs: Int[Array, "B T"],
+    labels: Int[Array, "B T"],
+    fresh: Bool[Array, "B"],
+    carry: State,
+    key: Array | None,
+    objective: Any,
+) -> tuple[Sums, State]:
+    """Sums over the labels of one chunk, and the state behind it. With a key, codebooks learn too."""
+    start = vq_lm.empty(model.config, len(fresh))
+    if key is not None:
+        begun = jax.random.key_data(jax.random.fold_in(key, 1))
+        start = start._replace(key=jnp.broadcast_to(begun, start.key.shape))
+    now = jax.tree.map(lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), a, b), start, carry)
+    noise = None
+    if key is not None:  # the sequences of a piece of the batch begin together, so they share their key
+        noise = Noise(jax.random.fold_in(key, 0), jax.random.wrap_key_data(now.key[0]))
+    sums, state, _ = model.loss(inputs, labels, now, commit=objective.commit, noise=noise, learn=key is not None)
+    return sums, state
+
+
+def prepare(model: VQLM, inputs: Int[Array, "B T"], key: Array, objective: Any) -> VQLM:
+    """The model that training starts from: with codebooks made from the data, if they are asked for."""
+    if objective.codebooks == "random" or not has_codebooks(model.config):
+        return model
+    return jax.jit(fit_codebooks)(model, inputs, key)
+
+
+def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
+    """Codebooks made from the keys of some text, layer after layer: none of their codes is then far from all keys."""
+    c = model.config
+    state = vq_lm.empty(c, len(ids))
+    documents = vq_lm.number_documents(c, ids, state, None)
+    plan = Blocks(c.reading, jnp.concatenate([state.documents, documents], axis=1), state.latest)
+    x, fitted = model.embed(ids, vq_lm.place(c, state, documents)), []
+    for i, layer in enumerate(unstack(model.layers)):
+        keys = jax.random.split(jax.random.fold_in(key, i))
+        units = []
+        for j, unit in enumerate(layer.units):
+            units.append(_fit(unit, x, keys[j]))
+            cache = jax.tree.map(lambda a, i=i: a[:, i], state.caches[j])
+            x, _, _ = units[-1](x, plan, cache)
+        x = layer.feed(x)
+        layer.first = units[0]
+        layer.second = units[1] if len(units) > 1 else None
+        fitted.append(layer)
+    return _with_layers(model, jax.tree.map(lambda *a: jnp.stack(a), *fitted))
+
+
+def _fit(unit: Unit, x: Array, key: Array) -> Unit:
+    """The unit with a codebook made from its keys of x."""
+    c = unit.config
+    k = unit.project(x)[1].swapaxes(0, 1).reshape(c.key_heads, -1, c.d_k)
+    sums, counts = codebook.fit(k, c.n_codes, key)
+    found = {"sum": sums, "count": counts}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: found.get(path[-2].name, leaf) if path[0].name == "codebook" else leaf, unit
+    )
+
+
+def _with_layers(model: VQLM, layers: Layer) -> VQLM:
+    leaves, tree = jax.tree.flatten(model)
+    copy = jax.tree.unflatten(tree, leaves)
+    copy.layers = layers
+    return copy
