@@ -20,7 +20,7 @@ from flaxen.errors import InputError
 from flaxen.families import Family
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
-from flaxen.generate.search import ended, prepare
+from flaxen.generate.search import Decoder, ended, prepare
 from flaxen.hf import files
 from flaxen.hf.vq_memory import Memory
 from flaxen.pretrained import memory as memories
@@ -52,13 +52,20 @@ class Pretrained:
     def config(self) -> Any:
         return self.model.config
 
-    @property
+    @cached_property
     def family(self) -> Family:
         return families.of_model(self.model)
 
-    @property
+    @cached_property
     def prompts(self) -> PromptReader:
         return PromptReader(self.family, self.config, self.tokenizer, self.processor)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The model with its weights laid out for decoding: once, for all that it is asked to generate."""
+        if self.family.decoder is None:
+            raise InputError(f"a {self.family.name} generates nothing by itself")
+        return prepare(self.family.decoder, self.model)
 
     def logits(self, inputs: Any, decoder_input_ids: Any = None, valid: Any = None) -> np.ndarray:
         """Logits [B, T, V]. A T5 takes input_ids [B, S] and decoder_input_ids [B, T], a captioner images and the
@@ -156,15 +163,13 @@ class Pretrained:
         return self.tokenizer.decode(ids) if self.tokenizer else None
 
     def _generator(self, given: dict[str, Any]) -> Generator:
-        if self.family.decoder is None:
-            raise InputError(f"a {self.family.name} generates nothing by itself")
-        options = make_options(given, self.generation)
+        decoder, options = self.decoder, make_options(given, self.generation)
         forced = (options.forced_bos_token_id, options.forced_eos_token_id)
         for one in (*forced, *(options.eos_token_id or ()), *(i for word in options.bad_words_ids for i in word)):
             if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        return Generator(prepare(self.family.decoder, self.model), options, self.config.pad_id, eos)
+        return Generator(decoder, options, self.config.pad_id, eos)
 
 
 @jax.jit
