@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Union
 
@@ -28,11 +28,20 @@ from flaxen.errors import InputError
 
 @dataclass(frozen=True)
 class Command:
-    """A dataclass whose fields are the flags."""
+    """A dataclass whose fields are the flags; of a task's command, generic over the task's settings."""
 
     kind: Any
     about: str | None = None  # its docstring, if none
-    settings: Any = None  # of a command that takes recipes: what these spell
+    settings: Any = None  # of the task
+    hidden: tuple[str, ...] = ()  # settings that are no flags here
+
+    @property
+    def description(self) -> str:
+        return self.about or self.kind.__doc__
+
+    def narrowed(self) -> Any:
+        """The settings that it offers."""
+        return without(self.settings, self.hidden)
 
 
 def _commands() -> dict[str, Command]:
@@ -40,15 +49,13 @@ def _commands() -> dict[str, Command]:
     found = {"demo caption": Command(DemoCaption), "demo language": Command(DemoLanguage), "demo": Command(Demo)}
     found["vocab"] = Command(Vocab)
     for name, row in TASKS.items():
-        seen: Any = without(row.settings, (*row.not_in_training, *NOT_IN_PREVIEW))
-        found[f"preview {name}"] = Command(Preview[seen], row.shows, seen)
+        hidden = (*row.not_in_training, *NOT_IN_PREVIEW)
+        found[f"preview {name}"] = Command(Preview, row.shows, row.settings, hidden)
     found["preview"] = found["preview denoise"]  # as it was before there were other tasks
     for name, row in TASKS.items():
-        trained: Any = without(row.settings, row.not_in_training)
-        found[f"train {name}"] = Command(Train[trained], row.about, trained)
+        found[f"train {name}"] = Command(Train, row.about, row.settings, row.not_in_training)
     for name, row in TASKS.items():
-        asked: Any = without(row.evaluation, row.not_in_evaluation)
-        found[f"eval {name}"] = Command(Eval[asked], row.evaluation.__doc__)
+        found[f"eval {name}"] = Command(Eval, row.evaluation.__doc__, row.evaluation, row.not_in_evaluation)
     others = {"bench language": BenchLanguage, "replay": Replay, "export": Export, "compose": Compose, "merge": Merge}
     return found | {name: Command(kind) for name, kind in (others | {"generate": Generate, "info": Info}).items()}
 
@@ -79,19 +86,30 @@ def _parsed(arguments: list[str]) -> tuple[Any, list[str]]:
     for name, command in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:
-            flags, options = arguments[len(words) :], dict[str, Any]()
-            if command.settings and (path := _value(flags, "--recipe")):
-                options["default"] = command.kind(recipe.read(command.settings, Path(path)))
-            about = command.about or command.kind.__doc__
-            return tyro.cli(command.kind, args=flags, prog=f"flaxen {name}", description=about, **options), flags
+            flags, kind, options = arguments[len(words) :], command.kind, dict[str, Any]()
+            if command.settings:
+                settings = command.narrowed()
+                kind = kind[settings]
+                if path := _value(flags, "--recipe"):
+                    options["default"] = kind(recipe.read(settings, Path(path)))
+            prog, about = f"flaxen {name}", command.description
+            return tyro.cli(kind, args=flags, prog=prog, description=about, **options), flags
     # None of them: tyro lists them all, or completes the shell's words.
+    completing = any(argument.startswith("--tyro-") for argument in arguments)
     every: Any = Union[  # noqa: UP007
         tuple(
-            Annotated[one.kind, tyro.conf.subcommand(name, description=one.about or one.kind.__doc__)]
+            Annotated[_listed(one, completing), tyro.conf.subcommand(name, description=one.description)]
             for name, one in COMMANDS.items()
         )
     ]
     return tyro.cli(every, args=arguments, prog="flaxen", description=ABOUT), arguments
+
+
+def _listed(command: Command, completing: bool) -> Any:
+    """Its type where the shell completes flags. For a list of commands none is read, and reading all takes time."""
+    if not completing:
+        return make_dataclass("Listed", [])
+    return command.kind[command.narrowed()] if command.settings else command.kind
 
 
 def _value(arguments: list[str], flag: str) -> str | None:
