@@ -36,7 +36,8 @@ class Stored:
     processor: Processor | None  # preprocessor_config.json
 
     def tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(self.directory)
+        beside = files.tokenizer_folder(self.directory)
+        return load_tokenizer(self.directory) or (load_tokenizer(beside) if beside else None)
 
     def weights(
         self, config: Any = None, dtype: Any = jnp.float32, adapter: str | os.PathLike[str] | None = None
@@ -80,13 +81,14 @@ def load(
     dtype: str = "float32",
     compute: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    subfolder: str | None = None,
 ) -> Pretrained:
-    """A checkpoint directory or hub id, with a LoRA adapter of PEFT's form added. Weights are kept in `dtype`; matmuls
-    are computed in `compute`, or `dtype`."""
+    """A checkpoint directory or hub id, or a `subfolder` of it, with a LoRA adapter of PEFT's form added. Weights are
+    kept in `dtype`; matmuls are computed in `compute`, or `dtype`."""
     for name in (dtype, compute or dtype):
         if name not in DTYPES:
             raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
-    stored = read(files.locate(source))
+    stored = read(files.locate(source, subfolder))
     config = computed_in(stored.config, compute or dtype)
     tokenizer = stored.tokenizer()
     check_tokenizer(tokenizer, config, stored.directory)

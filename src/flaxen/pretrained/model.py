@@ -63,6 +63,8 @@ class Pretrained:
     def logits(self, inputs: Any, decoder_input_ids: Any = None, valid: Any = None) -> np.ndarray:
         """Logits [B, T, V]. A T5 takes input_ids [B, S] and decoder_input_ids [B, T], a captioner images and the
         latter, a GPT-2 ids [B, T] alone; `valid` is True for real inputs."""
+        if self.family.decoder is None:
+            raise InputError(f"a {self.family.name} has no output head, and so no logits")
         rule, check = self.family.prompting, self.prompts.checked
         decoder_ids = None if rule.continues else jnp.asarray(check(decoder_input_ids, "decoder_input_ids"))
         if rule.reads == "image":
