@@ -96,7 +96,7 @@ def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     fresh.mkdir()
     try:
         yield fresh
-        for path in [*fresh.iterdir(), fresh]:
+        for path in [*fresh.rglob("*"), fresh]:
             sync(path)
         if target.exists():
             target.rename(old)

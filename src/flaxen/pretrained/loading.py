@@ -13,8 +13,9 @@ from flaxen.data.images import Processor
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError
 from flaxen.families import Family
-from flaxen.hf import files, peft, weightmap
+from flaxen.hf import files, peft, sentence, weightmap
 from flaxen.hf.safetensors_files import Safetensors, write_tensors
+from flaxen.hf.sentence import Modules
 from flaxen.hf.tensors import Tensors
 from flaxen.models.config import with_options
 from flaxen.nn.param import initialise
@@ -34,6 +35,7 @@ class Stored:
     tensors: Tensors
     generation: dict[str, Any]  # generation_config.json, empty if there is none
     processor: Processor | None  # preprocessor_config.json
+    modules: Modules | None  # modules.json, of a family that makes embeddings
 
     def tokenizer(self) -> Tokenizer | None:
         beside = files.tokenizer_folder(self.directory)
@@ -53,6 +55,7 @@ class Stored:
 
 def read(directory: Path) -> Stored:
     """A checkpoint directory as it says of itself; no weights are read."""
+    top, directory = directory, sentence.transformer(directory)
     json = files.read_json(directory / "config.json")
     family = families.of_json(json, directory)
     tensors = Safetensors(directory)
@@ -61,7 +64,8 @@ def read(directory: Path) -> Stored:
     # Its ids win over config.json's, as in transformers.
     own = {name: value for name in family.format.special if (value := generation.get(name)) is not None}
     config = family.format.read_config({**json, **own}, tensors)
-    return Stored(directory, family, config, tensors, generation, Processor.read(directory))
+    modules = sentence.read(top) if family.encode else None
+    return Stored(directory, family, config, tensors, generation, Processor.read(directory), modules)
 
 
 def write(model: Any, directory: Path, generation: dict[str, Any], shard_bytes: int) -> None:
@@ -93,7 +97,7 @@ def load(
     tokenizer = stored.tokenizer()
     check_tokenizer(tokenizer, config, stored.directory)
     model = stored.weights(config, DTYPES[dtype], adapter)
-    return Pretrained(model, tokenizer, stored.generation, stored.processor)
+    return Pretrained(model, tokenizer, stored.generation, stored.processor, stored.modules)
 
 
 def create(
