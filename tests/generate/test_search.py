@@ -167,7 +167,7 @@ def test_cross_keys_are_per_input(t5_reference: Reference) -> None:
     options = flaxen.Options(num_beams=4)
     state = search.begin(search.prepare(T5Decoder, pretrained.model), inputs, jnp.arange(2), 16, options, 0).state
     heads, size = pretrained.config.n_heads, pretrained.config.d_head
-    assert all((k.shape, v.shape) == ((2, heads, size, 16), (2, heads, 16, size)) for k, v in state.source)
+    assert all((k.shape, v.shape) == ((2, heads, size, 16), (2, heads, 16, size)) for _, (k, v) in state.past.layers)
 
 
 def test_preparing_copies_no_weight_that_it_need_not(t5_reference: Reference) -> None:

@@ -16,7 +16,7 @@ from flaxen.hf import t5 as hf_t5
 from flaxen.hf import weightmap
 from flaxen.models.t5 import PRESETS, T5, Config
 from flaxen.models.t5_decoding import T5Decoder
-from flaxen.nn.attention import Plan
+from flaxen.nn.blockwise import Plan
 from flaxen.nn.param import initialise
 from flaxen.nn.position import bucket
 from flaxen.tree import leaves, size

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flaxen.nn import hardware
-from flaxen.nn.hardware import transposed_copy, transposed_right
+from flaxen.nn.hardware import matmul_few_rows, transposed_copy, transposed_right
 from flaxen.nn.layers import MLP, LayerNorm, Linear, RMSNorm, dropout, for_few_rows, keep_mask
-from flaxen.nn.matmul import contract, contract_few, dots
+from flaxen.nn.matmul import contract, dots
 from flaxen.nn.param import initialise, normal
 
 
@@ -28,7 +28,7 @@ def test_contract_has_the_gradient_of_a_product(inputs: tuple[int, ...], outputs
 def test_bfloat16_products_sum_in_float32() -> None:
     """4096 ones: bfloat16 sums would stop growing at 256."""
     x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((4096, 1), jnp.float32)
-    assert float(contract(x, w, 1)[0, 0]) == float(contract_few(x, w.T)[0, 0]) == 4096
+    assert float(contract(x, w, 1)[0, 0]) == float(matmul_few_rows(x, w.T)[0, 0]) == 4096
     assert contract(x, w, 1).dtype == jnp.bfloat16
     assert jax.grad(lambda w: contract(x, w, 1).astype(jnp.float32).sum())(w).dtype == jnp.float32
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flaxen.nn import local
-from flaxen.nn.attention import MASKED, Plan, attend, attend_plain
+from flaxen.nn.blockwise import MASKED, Plan, attend, attend_plain
 from flaxen.nn.local import LocalPlan, Side, attend_local, block_sums, plan_local, plan_side
 from flaxen.nn.param import initialise
 from flaxen.nn.position import RelativeBias
@@ -46,7 +46,7 @@ def plain(q, k, v, bias, side_bias, plan: LocalPlan, radius: int, side=None):
         far = jnp.moveaxis(side_bias(away), 0, 1) + jnp.where(mine, 0.0, MASKED)[:, None]
         k, v = (jnp.concatenate(pair, axis=2) for pair in zip((k, v), side))
         offset = jnp.concatenate([offset, far], axis=3)
-    return attend_plain(q, k.swapaxes(2, 3), v, offset)
+    return attend_plain(q, k, v, offset)
 
 
 SEGMENTS = {

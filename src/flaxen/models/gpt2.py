@@ -10,7 +10,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from flaxen.nn.attention import JointAttention, JointCrossAttention, Plan
+from flaxen.nn.attention import AttentionPlan, JointAttention, JointCrossAttention, LayerCache, Source
+from flaxen.nn.blockwise import Plan
 from flaxen.nn.hardware import few_rows_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, dropout
 from flaxen.nn.loss import Sums, cross_entropy
@@ -87,17 +88,22 @@ class Layer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        plan: Plan,
-        source: tuple[Float[Array, "B S D"], Plan] | None,
+        plan: AttentionPlan,
+        source: Source | None,
+        cache: LayerCache | None,
         config: Config,
         key: Array | None,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
         dtype, rate = jnp.dtype(config.compute), config.dropout
-        x = kept(x + dropout(self.attention(self.attention_norm(x, dtype), plan, keys[0]), rate, keys[1]))
+        own, seen = cache or (None, None)
+        y, own = self.attention(self.attention_norm(x, dtype), plan, own, keys[0])
+        x = kept(x + dropout(y, rate, keys[1]))
         if self.cross is not None and self.cross_norm is not None and source is not None:
-            x = kept(x + dropout(self.cross(self.cross_norm(x, dtype), *source, keys[2]), rate, keys[3]))
-        return x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[4])
+            y, seen = self.cross(self.cross_norm(x, dtype), source, seen, keys[2])
+            x = kept(x + dropout(y, rate, keys[3]))
+        x = x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[4])
+        return x, None if cache is None else LayerCache(own, seen)
 
 
 class GPT2(nnx.Module):
@@ -133,8 +139,8 @@ class GPT2(nnx.Module):
 
             def some_rows(x: Array, rows: Any, source: Array | None, key: Array | None) -> Array:
                 mine = plan.of(rows)._replace(scale=scale)
-                other = None if source is None else (source, cross._replace(scale=scale))
-                return one(x, mine, other, c, key)
+                other = None if source is None else Source(source, cross._replace(scale=scale))
+                return one(x, mine, other, None, c, key)[0]
 
             return few_rows_at_a_time(some_rows, x, key, plan.rows(), source)
 

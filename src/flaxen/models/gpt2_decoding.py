@@ -1,6 +1,7 @@
-"""GPT-2 one token at a time, alone behind a prompt or behind a picture: the `Decoder` protocol of flaxen.generate."""
+"""GPT-2 one token at a time, alone behind a prompt or behind an image: the `Decoder` protocol of flaxen.generate."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,20 +9,14 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from flaxen.models.captioner import Captioner
-from flaxen.models.gpt2 import GPT2
-from flaxen.nn.attention import Plan, attend, attend_plain
-from flaxen.nn.cache import Cache, room
+from flaxen.models.gpt2 import GPT2, Layer
+from flaxen.nn.attention import LayerCache, Source
+from flaxen.nn.blockwise import Plan
+from flaxen.nn.cache import Cache, KeyValues, allocate_cache, plan_source
 from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 
 ABSENT = 2**30  # the id of padding before a prompt: no token's
-
-
-class State(NamedTuple):
-    """All that decoding carries from token to token, for B inputs × G sequences of each."""
-
-    past: Cache
-    source: tuple[tuple[Array, Array], ...]  # keys, transposed, and values of a picture: once per input, not per beam
 
 
 class GPT2Decoder(nnx.Module):
@@ -33,56 +28,49 @@ class GPT2Decoder(nnx.Module):
 
     def start(
         self, inputs: tuple[Int[Array, "B P"], Bool[Array, "B P"]], length: int, beams: int, reorder: bool
-    ) -> tuple[Int[Array, "B G P"], State]:
-        """The prompts, for every beam, and a state that has read all of them but their last tokens."""
+    ) -> tuple[Int[Array, "B G P"], Cache]:
+        """The prompts, for every beam, and a cache that holds all of them but their last tokens."""
         return self.begin(*inputs, None, length, beams, reorder)
 
     def begin(
         self, ids: Array, valid: Array, encoded: Float[Array, "B S D"] | None, length: int, beams: int, reorder: bool
-    ) -> tuple[Int[Array, "B G P"], State]:
-        model, dtype, before = self.model, jnp.dtype(self.model.config.compute), valid[:, :-1]
-        x = model.embed(ids[:, :-1], model.count(ids, valid)[:, :-1])
-        scales = model.config.score_scales()
-        prompt, source = [], []
-        for i, layer in enumerate(unstack(model.layers)):
-            plan = Plan(before, causal=True, scale=None if scales is None else scales[i])
-            q, k, v = layer.attention.project(layer.attention_norm(x, dtype))
-            prompt.append((k, v))
-            if encoded is not None:
-                ck, cv = layer.cross.keys_values(encoded)
-                source.append((ck.swapaxes(2, 3), cv))
-            if not x.shape[1]:  # nothing but one token, which the first step reads
-                continue
-            x = x + layer.attention.output(attend(plan.scaled(q), k, v, plan))
-            if encoded is not None:
-                x = x + layer.cross(layer.cross_norm(x, dtype), encoded, Plan(scale=plan.scale), None)
-            x = x + layer.mlp(layer.mlp_norm(x, dtype), 0.0, None)
+    ) -> tuple[Int[Array, "B G P"], Cache]:
+        """The same behind an encoded image."""
+        model, c, before, layers = self.model, self.model.config, valid[:, :-1], unstack(self.model.layers)
+        source = [None if encoded is None else KeyValues.of(*layer.cross.keys_values(encoded)) for layer in layers]
+        heads = (c.n_heads, c.d_model // c.n_heads)
+        past = allocate_cache(source, heads, jnp.dtype(c.compute), before, length, beams, reorder)
+        if before.shape[1]:  # else there is one token, which the first step reads
+            x = model.embed(ids[:, :-1], model.count(ids, valid)[:, :-1])
+            _, read = self._read(layers, x, Plan(before, causal=True), past)
+            past = past._replace(layers=read)
         tokens = jnp.where(valid, ids, ABSENT)
-        tokens = jnp.broadcast_to(tokens[:, None], (len(ids), beams, ids.shape[1]))
-        return tokens, State(room(prompt, before, length, beams, reorder), tuple(source))
+        return jnp.broadcast_to(tokens[:, None], (len(ids), beams, ids.shape[1])), past
 
-    def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
+    def step(self, tokens: Int[Array, "B G"], state: Cache) -> tuple[Float[Array, "B G V"], Cache]:
         """The logits after `tokens`."""
-        model, dtype, past = self.model, jnp.dtype(self.model.config.compute), state.past
-        own = past.bias(tokens.shape[1])
-        at = jnp.sum(past.prompt, axis=1, dtype=jnp.int32)[:, None] + past.time
+        model, dtype = self.model, jnp.dtype(self.model.config.compute)
+        at = jnp.sum(state.prompt, axis=1, dtype=jnp.int32)[:, None] + state.time
         x = model.embed(tokens, jnp.broadcast_to(at, tokens.shape))
-        scales, grown = model.config.score_scales(), []
-        # Unrolled, because a scan over layers would copy the caches.
-        for i, layer in enumerate(self.layers or unstack(model.layers)):
-            plan = Plan(scale=None if scales is None else scales[i])
-            q, k, v = layer.attention.project(layer.attention_norm(x, dtype))
-            y, keys_values = past.attend(i, plan.scaled(q), k, v, own)
-            x = x + layer.attention.output(y)
-            if state.source:
-                q = plan.scaled(layer.cross.query(layer.cross_norm(x, dtype)))
-                x = x + layer.cross.output(attend_plain(q, *state.source[i], jnp.zeros((1, 1, 1, 1))))
-            x = x + layer.mlp(layer.mlp_norm(x, dtype), 0.0, None)
-            grown.append(keys_values)
-        return model.output_head.logits(model.norm(x, dtype)), state._replace(past=past.grown(grown))
+        x, read = self._read(self.layers or unstack(model.layers), x, state.plan(tokens.shape[1]), state)
+        return model.output_head.logits(model.norm(x, dtype)), state.grown(read)
 
-    def select(self, state: State, beams: Int[Array, "B G"]) -> State:
-        return state._replace(past=state.past.select(beams))
+    def _read(
+        self, layers: Sequence[Layer], x: Float[Array, "B T D"], plan: Any, past: Cache
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+        """Tokens through all layers, under a `Plan` for a prompt or a `TokenPlan`; and the caches with them in it."""
+        c, scales, source = self.model.config, self.model.config.score_scales(), plan_source()
+        read: list[Any] = []
+        # Unrolled, because a scan over layers would copy the caches.
+        for i, (layer, cache) in enumerate(zip(layers, past.layers)):
+            scale = None if scales is None else scales[i]
+            other = None if cache.source is None else Source(None, source._replace(scale=scale))
+            x, grown = layer(x, plan._replace(scale=scale), other, cache, c, None)
+            read.append(grown)
+        return x, tuple(read)
+
+    def select(self, state: Cache, beams: Int[Array, "B G"]) -> Cache:
+        return state.select(beams)
 
 
 class CaptionDecoder(nnx.Module):
@@ -93,14 +81,14 @@ class CaptionDecoder(nnx.Module):
 
     def start(
         self, inputs: Float[Array, "B C Y X"], length: int, beams: int, reorder: bool
-    ) -> tuple[Int[Array, "B G 1"], State]:
-        """The first token of every caption, and a state that has seen the pictures."""
+    ) -> tuple[Int[Array, "B G 1"], Cache]:
+        """The first token of every caption, and a cache that holds the images."""
         first = jnp.full((len(inputs), 1), self.captioner.config.start_id, jnp.int32)
         encoded = self.captioner.encode(inputs)
         return self.decoder.begin(first, jnp.ones(first.shape, bool), encoded, length, beams, reorder)
 
-    def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
+    def step(self, tokens: Int[Array, "B G"], state: Cache) -> tuple[Float[Array, "B G V"], Cache]:
         return self.decoder.step(tokens, state)
 
-    def select(self, state: State, beams: Int[Array, "B G"]) -> State:
+    def select(self, state: Cache, beams: Int[Array, "B G"]) -> Cache:
         return self.decoder.select(state, beams)

@@ -1,7 +1,6 @@
 """T5 1.0 and 1.1, Flan-T5, mT5, ByT5, LongT5: one encoder-decoder, told apart by its Config."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,10 +12,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
-from flaxen.nn.attention import Attention, Plan
+from flaxen.nn.attention import Attention, AttentionPlan, CrossAttention, LayerCache, Source
+from flaxen.nn.blockwise import Plan
 from flaxen.nn.hardware import few_rows_at_a_time, few_tokens_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout
-from flaxen.nn.local import LocalAttention, LocalPlan, TransientGlobalAttention, plan_local, plan_side
+from flaxen.nn.local import LocalPlan, TransientGlobalAttention, plan_local, plan_side
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import round_up, stacked
 from flaxen.nn.position import RelativeBias
@@ -85,16 +85,13 @@ class Config:
 def _presets() -> dict[str, Config]:
     v1 = Config()
     v1_1 = dataclasses.replace(v1, activation="gelu_new", gated=True, tied=False, scaled=False)
-    size = lambda base, d, ff, layers, heads, decoder=None, head=64, **more: dataclasses.replace(  # noqa: E731
-        base,
-        d_model=d,
-        d_ff=ff,
-        n_layers=layers,
-        n_decoder_layers=decoder or layers,
-        n_heads=heads,
-        d_head=head,
-        **more,
-    )
+
+    def size(
+        base: Config, d: int, ff: int, layers: int, heads: int, decoder: int = 0, head: int = 64, **more: Any
+    ) -> Config:
+        depth: dict[str, Any] = {"n_layers": layers, "n_decoder_layers": decoder or layers}
+        return dataclasses.replace(base, d_model=d, d_ff=ff, n_heads=heads, d_head=head, **depth, **more)
+
     table = {
         "t5-small": v1,
         "t5-base": size(v1, 768, 3072, 12, 12),
@@ -136,40 +133,40 @@ class Layer(nnx.Module):
     def __init__(self, config: Config, decoder: bool):
         c = config
         norm = partial(RMSNorm, c.d_model, c.epsilon, c.factor)
-        attention = partial(Attention, c.d_model, c.n_heads, c.d_head, c.factor)
-        local = partial(LocalAttention, c.d_model, c.n_heads, c.d_head, c.factor)
-        both = partial(TransientGlobalAttention, c.d_model, c.n_heads, c.d_head, c.factor, c.epsilon)
-        kind = "full" if decoder else c.attention
-        kinds: dict[str, Callable[[], Attention]] = {"full": attention, "local": local, "transient-global": both}
-        self.attention = kinds[kind]()
+        sizes = (c.d_model, c.n_heads, c.d_head, c.factor)
+        sides = c.attention == "transient-global" and not decoder
+        self.attention = TransientGlobalAttention(*sizes, c.epsilon) if sides else Attention(*sizes)
         self.attention_norm = norm()
-        self.cross: Attention | None = attention() if decoder else None
+        self.cross: CrossAttention | None = CrossAttention(*sizes) if decoder else None
         self.cross_norm: RMSNorm | None = norm() if decoder else None
         self.mlp, self.mlp_norm = MLP(c.d_model, c.d_ff, c.activation, c.gated, c.factor), norm()
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        plan: Plan | LocalPlan,
-        source: tuple[Float[Array, "B S D"], Plan] | None,
+        plan: AttentionPlan,
+        source: Source | None,
+        cache: LayerCache | None,
         rate: float,
         dtype: DTypeLike,
         key: Array | None,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
-        short = x.size < LONG  # of long rows less is kept for the backward: what a product or two can make again
-        h = self.attention_norm(x, dtype)
-        x = x + dropout(self.attention(h, h, plan, keys[0]), rate, keys[1])
+        own, seen = cache or (None, None)
+        short = x.size < LONG  # of long rows less is kept for the backward: not what a matmul or two can recompute
+        y, own = self.attention(self.attention_norm(x, dtype), plan, own, keys[0])
+        x = x + dropout(y, rate, keys[1])
         x = kept(x) if short else x
         if self.cross is not None and self.cross_norm is not None and source is not None:
-            h = self.cross_norm(x, dtype)
-            x = kept(x + dropout(self.cross(h, *source, keys[2]), rate, keys[3]))
+            y, seen = self.cross(self.cross_norm(x, dtype), source, seen, keys[2])
+            x = kept(x + dropout(y, rate, keys[3]))
 
         def feed_forward(x: Array, key: Array | None) -> Array:
             inner, outer = (None, None) if key is None else jax.random.split(key)
             return x + dropout(self.mlp(self.mlp_norm(x, dtype), rate, inner, short), rate, outer)
 
-        return few_tokens_at_a_time(feed_forward, x, keys[4], checkpoint=not short)
+        x = few_tokens_at_a_time(feed_forward, x, keys[4], checkpoint=not short)
+        return x, None if cache is None else LayerCache(own, seen)
 
 
 class Stack(nnx.Module):
@@ -208,8 +205,8 @@ class Stack(nnx.Module):
 
         def body(layer: Layer, x: Array, key: Array | None) -> Array:
             def some_rows(x: Array, rows: Any, encoded: Array | None, of_cross: Any, key: Array | None) -> Array:
-                source = None if encoded is None else (encoded, cross.of(of_cross))
-                return layer(x, plan.of(rows), source, c.dropout, dtype, key)
+                source = None if encoded is None else Source(encoded, cross.of(of_cross))
+                return layer(x, plan.of(rows), source, None, c.dropout, dtype, key)[0]
 
             return few_rows_at_a_time(some_rows, x, key, plan.rows(), encoded, cross.rows())
 

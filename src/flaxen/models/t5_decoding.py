@@ -8,8 +8,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from flaxen.models.t5 import T5
-from flaxen.nn.attention import MASKED, attend_plain
-from flaxen.nn.cache import Cache, room
+from flaxen.nn.attention import Source
+from flaxen.nn.cache import Cache, KeyValues, allocate_cache, plan_source
 from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 
@@ -18,8 +18,7 @@ class State(NamedTuple):
     """All that decoding carries from token to token, for B inputs × G sequences of each."""
 
     past: Cache
-    source: tuple[tuple[Array, Array], ...]  # keys, transposed, and values of the encoder's output: once per input
-    valid: Bool[Array, "B S"]
+    valid: Bool[Array, "B S"]  # True for real tokens of the source
 
 
 class T5Decoder(nnx.Module):
@@ -35,33 +34,23 @@ class T5Decoder(nnx.Module):
         """The first decoder token of every beam, and a state with room for `length` tokens."""
         (ids, valid), c = inputs, self.model.config
         encoded = self.model.encode(ids, valid)
-        none = jnp.zeros((len(ids), c.n_heads, 0, c.d_head), encoded.dtype)
-        past = room([(none, none)] * c.n_decoder_layers, valid[:, :0], length, beams, reorder)
-        source = []
-        for layer in unstack(self.model.decoder.layers):
-            k, v = layer.cross.keys_values(encoded)
-            source.append((k.swapaxes(2, 3), v))
-        return jnp.full((len(ids), beams, 1), c.start_id, jnp.int32), State(past, tuple(source), valid)
+        source = [KeyValues.of(*layer.cross.keys_values(encoded)) for layer in unstack(self.model.decoder.layers)]
+        no_prompt = valid[:, :0]
+        past = allocate_cache(source, (c.n_heads, c.d_head), encoded.dtype, no_prompt, length, beams, reorder)
+        return jnp.full((len(ids), beams, 1), c.start_id, jnp.int32), State(past, valid)
 
     def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
         """The logits after `tokens`, which stand at `state.past.time`."""
-        model, dtype, past = self.model, jnp.dtype(self.model.config.compute), state.past
-        times = jnp.arange(past.writer.shape[2] if past.writer is not None else past.layers[0][1].shape[2])
-        own = past.bias(tokens.shape[1], model.decoder.bias(times - past.time))
-        other = jnp.where(state.valid, 0.0, MASKED)[:, None, None]
-        x = model.embedding(tokens).astype(jnp.float32)
-        grown = []
+        model, dtype, past, beams = self.model, jnp.dtype(self.model.config.compute), state.past, tokens.shape[1]
+        plan = past.plan(beams, model.decoder.bias(past.times(beams) - past.time))
+        source = Source(None, plan_source(state.valid))
+        x, layers = model.embedding(tokens).astype(jnp.float32), []
         # Unrolled, because a scan over layers would copy the caches.
-        for i, (layer, source) in enumerate(zip(self.layers or unstack(model.decoder.layers), state.source)):
-            q, k, v = layer.attention.project(layer.attention_norm(x, dtype))
-            y, keys_values = past.attend(i, q, k, v, own)
-            x = x + layer.attention.output(y)
-            h = layer.cross_norm(x, dtype)
-            x = x + layer.cross.output(attend_plain(layer.cross.query(h), *source, other))
-            x = x + layer.mlp(layer.mlp_norm(x, dtype), 0.0, None)
-            grown.append(keys_values)
+        for layer, cache in zip(self.layers or unstack(model.decoder.layers), past.layers):
+            x, cache = layer(x, plan, source, cache, 0.0, dtype, None)
+            layers.append(cache)
         logits = model.output_head.logits(model.scale(model.decoder.norm(x, dtype)))
-        return logits, state._replace(past=past.grown(grown))
+        return logits, state._replace(past=past.grown(layers))
 
     def select(self, state: State, beams: Int[Array, "B G"]) -> State:
         return state._replace(past=state.past.select(beams))

@@ -10,7 +10,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from flaxen.nn.attention import Attention, Plan
+from flaxen.nn.attention import Attention
+from flaxen.nn.blockwise import Plan
 from flaxen.nn.hardware import few_rows_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, LayerNorm, Linear, dropout
 from flaxen.nn.param import normal, stacked
@@ -76,8 +77,8 @@ class Layer(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], config: Config, key: Array | None) -> Float[Array, "B T D"]:
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         dtype, rate = jnp.dtype(config.compute), config.dropout
-        h = self.attention_norm(x, dtype)
-        x = kept(x + dropout(self.attention(h, h, Plan(rate=config.attention_dropout), keys[0]), rate, keys[1]))
+        y, _ = self.attention(self.attention_norm(x, dtype), Plan(rate=config.attention_dropout), None, keys[0])
+        x = kept(x + dropout(y, rate, keys[1]))
         return x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[2])
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+FEW = 64  # rows up to which a matmul is bound by reading the weights
 PANEL = 16  # rows of a matrix that are transposed at a time
 SMALL = 2**15  # elements up to which a loop over panels does not pay
 
@@ -30,6 +31,8 @@ class Target:
     rows_in_sequence: bool = False  # Transformer-VQ: head by head, block by block; small blocks where it only reads
     transposed_copies: bool = False  # transpose the operands of matmuls into arrays of their own
     panels: bool = False  # transpose 16 rows at a time, where cores are few
+    separate_arrays: bool = False  # keep transposes and biases of blocks out of the fusions that read them
+    transposed_keys: bool = False  # cached keys as [B, N, H, S], the way scores of few queries read them
     weights_first: bool = False  # matmuls of few rows as (W xᵀ)ᵀ, with weights laid out once before a decoding loop
     widen_bfloat16: bool = False  # matmuls of bf16 blocks in f32
     compiler_options: tuple[tuple[str, str], ...] = ()  # of training programs
@@ -43,6 +46,8 @@ CPU = Target(
     rows_in_sequence=True,
     transposed_copies=True,
     panels=_CORES <= 4,  # XLA's own transpose is shared by all cores, so with many of them it is faster
+    separate_arrays=True,
+    transposed_keys=True,
     weights_first=True,
     # jax 0.10.2 leaves some matmuls of bf16 blocks to a kernel that has none for them; that fails only when it runs.
     widen_bfloat16=True,
@@ -158,3 +163,29 @@ def transposed_right(a: Array) -> Array:
     """aᵀ as the right operand of a matmul. In f32 kernels pack it from either side equally fast; the fast bf16 kernels
     need it contiguous, and without them bf16 is no faster than f32."""
     return transposed_copy(a) if a.dtype == jnp.bfloat16 else a.T
+
+
+def materialise(a: Array) -> Array:
+    """`a` as an array of its own. Fused into the loop that reads it, a transpose or a slice of a bias would be computed
+    again for every element read."""
+    return lax.optimization_barrier(a) if target().separate_arrays else a
+
+
+def widen(a: Array) -> Array:
+    """An operand of a matmul of blocks, in f32 where the target has no such matmul in bf16."""
+    return a.astype(jnp.float32) if target().widen_bfloat16 else a
+
+
+def matmul_few_rows(x: Array, wt: Array) -> Array:
+    """x[R, D] · wtᵀ for few rows R and wt[F, D], in f32, as (wt · xᵀ)ᵀ: on a CPU up to twice as fast, because what the
+    kernel repacks is then x and not the weights. The barrier keeps XLA from swapping them back."""
+    product = jnp.dot(wt.astype(x.dtype), x.T, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(product).T
+
+
+def matmul_transposed(x: Array, wt: Array) -> Array:
+    """x[..., D] · wtᵀ for wt[F, D], in f32: for few rows in the order that reads the weights once."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) <= FEW and target().weights_first:
+        return matmul_few_rows(rows, wt).reshape(*x.shape[:-1], -1)
+    return jnp.einsum("...D,FD->...F", x, wt.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -12,17 +12,16 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from flaxen.nn.hardware import target
-from flaxen.nn.matmul import contract, contract_few, dots
+from flaxen.nn.hardware import materialise, matmul_few_rows, matmul_transposed, target
+from flaxen.nn.matmul import contract, dots
 from flaxen.nn.param import constant, normal
 from flaxen.nn.stack import kept, unstack
 
-FEW = 64  # rows up to which a product is bound by reading the weights
 M = TypeVar("M")
 
 
 class Linear(nnx.Module):
-    """Contracts the last axes of x with a weight of shape [*inputs, *outputs]; a bias by wish, T5 has none."""
+    """Contracts the last axes of x with a weight of shape [*inputs, *outputs]; the bias is optional, T5 has none."""
 
     def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], std: float, bias: bool = False):
         self.weight = normal(*inputs, *outputs, std=std)
@@ -55,7 +54,7 @@ class FewRows:
 
     def __call__(self, x: Array) -> Array:
         batch = x.shape[: x.ndim - self.n_inputs]
-        y = contract_few(x.reshape(math.prod(batch), -1), self.matrix)
+        y = matmul_few_rows(x.reshape(math.prod(batch), -1), self.matrix)
         y = y if self.bias is None else y + self.bias.reshape(-1)
         return y.astype(x.dtype).reshape(*batch, *self.outputs)
 
@@ -77,7 +76,7 @@ def for_few_rows(module: M) -> M:
         if not isinstance(node, Linear):
             return node
         w, n = node.weight[...], node.n_inputs
-        matrix = jax.lax.optimization_barrier(w.reshape(math.prod(w.shape[:n]), -1).T)
+        matrix = materialise(w.reshape(math.prod(w.shape[:n]), -1).T)
         return FewRows(matrix, None if node.bias is None else node.bias[...], n, w.shape[n:])
 
     return jax.tree.map(turn, module, is_leaf=lambda node: isinstance(node, Linear))
@@ -105,14 +104,11 @@ class Embedding(nnx.Module):
 
     def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """In f32 whatever the compute dtype."""
-        table, rows = self.weight[...], x.reshape(-1, x.shape[-1])
-        if len(rows) <= FEW and target().weights_first:
-            return contract_few(rows, table).reshape(*x.shape[:-1], -1)
-        return jnp.einsum("...D,VD->...V", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+        return matmul_transposed(x, self.weight[...])
 
 
 class RMSNorm(nnx.Module):
-    """Scale to unit root mean square: no mean; a bias by wish. Statistics in f32, result in the asked dtype."""
+    """Scale to unit root mean square: no mean; the bias is optional. Statistics in f32, result in the asked dtype."""
 
     def __init__(self, d: int, epsilon: float, scale: float = 1.0, bias: bool = False):
         self.weight = constant(d, value=scale)
@@ -213,7 +209,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B D"], rate: float, key: Array | None, keep: bool = True
     ) -> Float[Array, "*B D"]:
-        """With `keep`, the backward finds the products of the first map; else it makes them again."""
+        """With `keep`, the backward finds the results of the first map; else it recomputes them."""
         act, mark = ACTIVATIONS[self.activation], kept if keep else (lambda y: y)
         h = mark(self.wi(x))
         h = act(h) if self.gate is None else act(mark(self.gate(x))) * h

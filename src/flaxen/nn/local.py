@@ -2,8 +2,8 @@
 
 Local attention is a band: token t sees t - radius … t + radius. The queries of a block need one slice of the keys, so
 keys and values are never copied, and the bias of a block is the same for all of them. Side tokens, the sums, join the
-same softmax. Scores lie as [keys, queries], which makes every product run along rows and every reduction across
-them; they live for one block of one head, and the backward makes them again.
+same softmax. Scores lie as [keys, queries], which makes every matmul run along rows and every reduction across
+them; they live for one block of one head, and the backward recomputes them.
 """
 
 import math
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from flaxen.nn import attention
-from flaxen.nn.attention import MASKED, Attention, scaled_keep
-from flaxen.nn.hardware import few_heads_at_a_time, target
+from flaxen.nn import blockwise
+from flaxen.nn.attention import Attention
+from flaxen.nn.blockwise import MASKED, scaled_keep
+from flaxen.nn.hardware import few_heads_at_a_time, materialise, widen
 from flaxen.nn.layers import RMSNorm
 from flaxen.nn.position import RelativeBias
-from flaxen.nn.stack import kept
+from flaxen.nn.stack import kept, tie
 
 BLOCK = 64  # queries at a time: with radius 127 they touch 318 keys, of which each sees 255
 
@@ -35,7 +36,7 @@ class Side(NamedTuple):
 
 
 class LocalPlan(NamedTuple):
-    """What no layer of a stack changes."""
+    """Who sees whom in a band, the same in all layers of a stack."""
 
     segments: Int[Array, "B T"]  # tokens see each other within a segment; 0 is padding
     band: Float[Array, "N C W"]  # bias and mask of a block of W queries: key c of its slice is c - radius - w away
@@ -50,6 +51,10 @@ class LocalPlan(NamedTuple):
         segments, of_side = rows
         side = self.side and self.side._replace(block=of_side[0], owner=of_side[1])
         return self._replace(segments=segments, side=side)
+
+    def attend(self, q: Array, k: Array, v: Array, cache: None = None, key: Array | None = None) -> tuple[Array, None]:
+        """What tokens see of their neighbours. An encoder's attention, so there is never a cache."""
+        return attend_local(q, k, v, self, key), None
 
 
 def plan_local(
@@ -76,7 +81,10 @@ def plan_side(bias: RelativeBias, segments: Int[Array, "B T"], size: int) -> Sid
     count = jnp.zeros((batch, length + 1), jnp.int32).at[row, segments].add(real.astype(jnp.int32))
     whole = count // size
     tokens_before, blocks_before = (jnp.cumsum(a, axis=1) - a for a in (count, whole))
-    own = lambda table: table[row, segments]  # noqa: E731
+
+    def own(table: Array) -> Array:
+        return table[row, segments]
+
     rank = jnp.cumsum(real, axis=1) - 1 - own(tokens_before)
     block = own(blocks_before) + jnp.minimum(rank // size, own(whole) - 1)
     block = jnp.where(real & (own(whole) > 0), block, -1)
@@ -84,23 +92,18 @@ def plan_side(bias: RelativeBias, segments: Int[Array, "B T"], size: int) -> Sid
     return Side(block, owner, bias(jnp.arange(1 - n_side, n_side)), size)
 
 
-class LocalAttention(Attention):
-    """The four projections around a band."""
-
-    def __call__(self, x: Float[Array, "B T D"], source: Any, plan: Any, key: Array | None) -> Float[Array, "B T D"]:
-        return self.output(attend_local(self.query(x), *self.keys_values(x), plan, key))
-
-
 class TransientGlobalAttention(Attention):
-    """The same with side tokens, whose keys and values come from the same projections."""
+    """Attention to a band and to side tokens, whose keys and values come from the same projections."""
 
     def __init__(self, d: int, n_heads: int, d_head: int, factor: float = 1.0, epsilon: float = 1e-6):
         super().__init__(d, n_heads, d_head, factor)
         self.norm = RMSNorm(d, epsilon, factor)
 
-    def __call__(self, x: Float[Array, "B T D"], source: Any, plan: Any, key: Array | None) -> Float[Array, "B T D"]:
+    def __call__(  # type: ignore[override]
+        self, x: Float[Array, "B T D"], plan: LocalPlan, cache: None = None, key: Array | None = None
+    ) -> tuple[Float[Array, "B T D"], None]:
         side = plan.side and self.keys_values(self.norm(block_sums(x, plan.side), x.dtype))
-        return self.output(attend_local(self.query(x), *self.keys_values(x), plan, key, side))
+        return self.output(attend_local(self.query(x), *self.keys_values(x), plan, key, side)), None
 
 
 def block_sums(x: Float[Array, "B T D"], side: Side) -> Float[Array, "B G D"]:
@@ -125,14 +128,20 @@ def attend_local(
     # Before the first key and behind the last there are keys of no segment, so that every slice is whole.
     tail = (0, n_blocks * block - length)
     ends = (plan.radius, (n_blocks - 1) * block + width - plan.radius - length)
-    grown = lambda a, by: jnp.pad(a, [by if axis == 2 else (0, 0) for axis in range(a.ndim)])  # noqa: E731
-    every = lambda a: jnp.broadcast_to(a[:, None], (len(a), n_heads, *a.shape[1:]))  # noqa: E731
-    facts: tuple[Array, ...] = (grown(every(plan.segments), tail), grown(every(plan.segments), ends))
-    tensors: tuple[Array, ...] = (kept(grown(q, tail)), kept(grown(k, ends)), kept(grown(v, ends)), plan.band)
+
+    def padded(a: Array, by: tuple[int, int]) -> Array:
+        return jnp.pad(a, [by if axis == 2 else (0, 0) for axis in range(a.ndim)])
+
+    def for_heads(a: Array) -> Array:
+        return jnp.broadcast_to(a[:, None], (len(a), n_heads, *a.shape[1:]))
+
+    segments = for_heads(plan.segments)
+    facts: tuple[Array, ...] = (padded(segments, tail), padded(segments, ends))
+    tensors: tuple[Array, ...] = (kept(padded(q, tail)), kept(padded(k, ends)), kept(padded(v, ends)), plan.band)
     few = 0
     if plan.side is not None and side is not None:
         tensors += (kept(side[0]), kept(side[1]), plan.side.bias)
-        facts += (grown(every(plan.side.block) + 1, tail) - 1, every(plan.side.owner))
+        facts += (padded(for_heads(plan.side.block) + 1, tail) - 1, for_heads(plan.side.owner))
         few = min(block, block // plan.side.size + 2)  # that consecutive queries can be part of
     seed = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
     static = _Static(block, width, few, 0.0 if key is None else plan.rate)
@@ -162,7 +171,10 @@ class _Head:
     def offsets(self, i: Array) -> list[Array]:
         """Bias and masks of each part, [keys, queries]."""
         mine = self.queries_of(self.queries, i)
-        unseen = lambda keys: jnp.where(keys[:, None] == mine, 0.0, MASKED)  # noqa: E731
+
+        def unseen(keys: Array) -> Array:
+            return jnp.where(keys[:, None] == mine, 0.0, MASKED)
+
         near = self.band + unseen(self.keys_of(self.keys, i))
         if not self.static.few:
             return [near]
@@ -183,7 +195,7 @@ class _Head:
         return jax.vmap(lambda at: lax.dynamic_slice_in_dim(bias, at, n))(rows)
 
     def keep(self, i: Array, part: int, shape: tuple[int, ...]) -> Array:
-        """The dropout of a part's weights, scaled; the backward makes it again."""
+        """The dropout of a part's weights, scaled; the backward recomputes it."""
         index = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
         return scaled_keep(self.seed, (self.index, i, part), index, self.static.rate)
 
@@ -204,15 +216,14 @@ def _forward(tensors: tuple[Array, ...], facts: tuple[Array, ...], seed: Array, 
     n_blocks = tensors[0].shape[2] // static.t_block
 
     def head(index: Array, own: tuple[Array, ...], biases: tuple[Array, ...], facts: tuple[Array, ...]) -> Any:
-        # Tied to q, or JAX would make all masks, which depend on no weight, ahead of the loop and keep them: [T, S].
-        own, biases, facts = lax.optimization_barrier((own, biases, facts))
+        own, biases, facts = tie((own, biases, facts))  # or all masks, [T, S], would be computed first and kept
         q, k, v, *side = own
         here = _Head(index, seed, facts, biases[0], biases[-1], static)
-        vt = lax.optimization_barrier(v.T)
-        parts_of = lambda i: [(here.keys_of(k, i), here.keys_of(vt, i, 1)), *([(side[0], side[1].T)] if side else [])]  # noqa: E731
+        vt = materialise(v.T)
+        sides = [(side[0], side[1].T)] if side else []
 
         def block(i: Array) -> tuple[Array, Array]:
-            mine, parts = here.queries_of(q, i), parts_of(i)
+            mine, parts = here.queries_of(q, i), [(here.keys_of(k, i), here.keys_of(vt, i, 1)), *sides]
             scores = [dot(k, mine, (1, 1)) + offset for (k, _), offset in zip(parts, here.offsets(i))]
             top = jnp.stack([s.max(axis=0) for s in scores]).max(axis=0)
             weights = [jnp.exp(s - top) for s in scores]
@@ -238,24 +249,21 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
     def head(
         index: Array, own: tuple[Array, ...], biases: tuple[Array, ...], facts: Any, g: Array, lse: Array, delta: Array
     ) -> Any:
-        # Tied to q, or JAX would make all masks, which depend on no weight, ahead of the loop and keep them: [T, S].
-        own, biases, facts = lax.optimization_barrier((own, biases, facts))
+        own, biases, facts = tie((own, biases, facts))  # or all masks, [T, S], would be computed first and kept
         q, k, v, *side = own
         here = _Head(index, seed, facts, biases[0], biases[-1], static)
-        kt = lax.optimization_barrier(k.T)
-        parts_of = lambda i: [  # noqa: E731
-            (here.keys_of(k, i), here.keys_of(kt, i, 1), here.keys_of(v, i)),
-            *([(side[0], side[0].T, side[1])] if side else []),
-        ]
+        kt = materialise(k.T)
+        sides = [(side[0], side[0].T, side[1])] if side else []
 
         def block(carry: Any, i: Array) -> tuple[Any, Array]:
             (dkeys, dvalues), dband, *dside_bias = carry
             mine, slope, lse_i, delta_i = (here.queries_of(a, i) for a in (q, g, lse, delta))
             dq, at = jnp.zeros(mine.shape[::-1]), (i * static.t_block, jnp.zeros_like(i))
             dkeys, dvalues = list(dkeys), list(dvalues)
-            for part, ((k, kt, v), offset) in enumerate(zip(parts_of(i), here.offsets(i))):
-                weights = jnp.exp(dot(k, mine, (1, 1)) + offset - lse_i)
-                dweights, through = dot(v, slope, (1, 1)), weights
+            parts = [(here.keys_of(k, i), here.keys_of(kt, i, 1), here.keys_of(v, i)), *sides]
+            for part, ((k_part, kt_part, v_part), offset) in enumerate(zip(parts, here.offsets(i))):
+                weights = jnp.exp(dot(k_part, mine, (1, 1)) + offset - lse_i)
+                dweights, through = dot(v_part, slope, (1, 1)), weights
                 if static.rate:
                     keep = here.keep(i, part, weights.shape)
                     dweights, through = dweights * keep, weights * keep
@@ -268,20 +276,19 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
                     dside_bias = [dside_bias[0] + back(dot(member, dscores, (1, 1)))[0]]
                 dscores = dscores.astype(q.dtype)
                 dk, dv = dot(dscores, mine, (1, 0)), dot(through.astype(g.dtype), slope, (1, 0))
-                dq = dq + dot(kt, dscores, (1, 0))
+                dq = dq + dot(kt_part, dscores, (1, 0))
                 for sums, more in ((dkeys, dk), (dvalues, dv)):
                     # The slice is added to its place; side tokens are whole.
                     sums[part] = _add_at(sums[part], more, at) if part == 0 else sums[part] + more
             return ((tuple(dkeys), tuple(dvalues)), dband, *dside_bias), dq.T.astype(q.dtype)
 
-        f32 = lambda arrays: tuple(jnp.zeros(a.shape) for a in arrays)  # noqa: E731
-        start = ((f32((k, *side[:1])), f32((v, *side[1:]))), *f32(biases))
+        start = ((_zeros((k, *side[:1])), _zeros((v, *side[1:]))), *_zeros(biases))
         ends: Any
         ends, dq = lax.scan(block, start, jnp.arange(n_blocks))
         (dkeys, dvalues), *dbiases = ends
-        cast = lambda arrays: [a.astype(q.dtype) for a in arrays]  # noqa: E731
-        dside = cast((dkeys[1], dvalues[1])) if side else []
-        return (dq.reshape(q.shape), *cast((dkeys[0], dvalues[0])), *dside), tuple(dbiases)
+        dside = (dkeys[1], dvalues[1]) if side else ()
+        own_gradients = (a.astype(q.dtype) for a in (dq.reshape(q.shape), dkeys[0], dvalues[0], *dside))
+        return tuple(own_gradients), tuple(dbiases)
 
     arrays = (*_split(tensors), facts, g, lse, delta)
     (dq, dk, dv, *dside), dbiases = few_heads_at_a_time(head, static.t_block * static.s_block, arrays)
@@ -290,10 +297,12 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
 
 
 def dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
-    """A product with f32 sums. bf16 operands are widened first where the target asks for it."""
-    if target().widen_bfloat16:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return attention.dot(a, b, axes)
+    """A matmul of blocks with f32 sums."""
+    return blockwise.dot(widen(a), widen(b), axes)
+
+
+def _zeros(like: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(jnp.zeros(a.shape) for a in like)
 
 
 def _add_at(a: Array, more: Array, at: tuple[Array, Array]) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from flaxen.nn.hardware import transposed_right
+from flaxen.nn.hardware import materialise, transposed_right
 
 # Elements of logits alive at a time. 2^23 keeps a 32k vocabulary to 260 rows (32 MB) without slowing its products;
 # below 128 rows the head's gradient would be read and written too often.
@@ -94,7 +94,7 @@ def _forward(
         dlogits = dlogits.astype(rows.dtype)
         drows = jnp.einsum("RV,VD->RD", dlogits, head, preferred_element_type=jnp.float32)
         # Kept as [D, V]: rowsᵀ is a small copy, dlogitsᵀ would be a large one (see nn/matmul.py).
-        rows_t = lax.optimization_barrier(rows.T)
+        rows_t = materialise(rows.T)
         dhead = dhead + jnp.einsum("DR,RV->DV", rows_t, dlogits, preferred_element_type=jnp.float32)
         return (total + loss, right + correct, dhead, dbias), drows.astype(rows.dtype)
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from flaxen.nn.hardware import transposed_copy, transposed_right
@@ -39,12 +39,6 @@ def _backward(n: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, 
 
 
 contract.defvjp(_forward, _backward)
-
-
-def contract_few(x: Array, wt: Array) -> Array:
-    """x[R, D] · wtᵀ for few rows R and wt[F, D], as (wt · xᵀ)ᵀ: on a CPU up to twice as fast, because what the product
-    kernel repacks is then x and not the weights. The barrier keeps XLA from turning it round again."""
-    return lax.optimization_barrier(_dot(wt.astype(x.dtype), x.T, jnp.float32)).T
 
 
 def dots(a: Array, b: Array, axis: int = -1) -> Array:

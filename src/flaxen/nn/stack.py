@@ -25,7 +25,7 @@ def run(
 ) -> Array:
     """x = layer(layers[i], x, key_i) for every i. A scan compiles one body; unrolling lets XLA see them all.
 
-    The backward finds what the layer marked as `kept` and makes the rest again, which is cheap: norms, activations,
+    The backward finds what the layer marked as `kept` and recomputes the rest, which is cheap: norms, activations,
     transposes. With `remat` it finds only x.
     """
     policy = None if remat else jax.checkpoint_policies.save_only_these_names(KEPT)
@@ -41,8 +41,14 @@ def run(
 
 
 def kept(x: Array) -> Array:
-    """Marks what the backward needs and should not compute twice: mostly results of products."""
+    """Marks what the backward needs and should not compute twice: mostly results of matmuls."""
     return checkpoint_name(x, KEPT)
+
+
+def tie(arrays: M) -> M:
+    """The same arrays, none of which exists before all of them. JAX computes what depends on no weight, such as masks,
+    once before the loops that it is used in, and keeps it all; tied to what depends on weights, it stays inside."""
+    return lax.optimization_barrier(arrays)
 
 
 def depth(layers: Any) -> int:

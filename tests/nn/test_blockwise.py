@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flaxen.nn import hardware
-from flaxen.nn.attention import MASKED, Plan, _toeplitz, attend, attend_plain
+from flaxen.nn.blockwise import MASKED, Plan, _toeplitz, attend, attend_plain
 
 
 def full_bias(plan: Plan, t: int, s: int) -> jax.Array:
@@ -35,7 +35,7 @@ def test_blockwise_is_plain(t: int, s: int, causal: bool, block: int, together: 
         return attend(q, k, v, Plan(valid, bias, causal), block=block)
 
     def plain(q, k, v, bias):
-        return attend_plain(q, k.swapaxes(2, 3), v, full_bias(Plan(valid, bias, causal), t, s))
+        return attend_plain(q, k, v, full_bias(Plan(valid, bias, causal), t, s))
 
     with hardware.compile_for(cached):
         ours, ours_back = jax.vjp(blockwise, q, k, v, bias)
