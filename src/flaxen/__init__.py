@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _HOME = {
     "load": "flaxen.pretrained",  # a checkpoint directory or hub id -> Pretrained
     "create": "flaxen.pretrained",  # a Config -> Pretrained with random weights
-    "Pretrained": "flaxen.pretrained",  # .logits .generate .stream .save
+    "Pretrained": "flaxen.pretrained",  # .logits .generate .stream .embed .save
     "Generated": "flaxen.pretrained",  # .text .tokens .logprobs .score .index
     "Options": "flaxen.generate.options",  # what .generate can be asked for
     "InputError": "flaxen.errors",  # a wrong file, option or prompt

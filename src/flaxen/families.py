@@ -12,10 +12,11 @@ from flaxen.errors import InputError, nearest
 from flaxen.hf import captioner as hf_captioner
 from flaxen.hf import gpt2 as hf_gpt2
 from flaxen.hf import t5 as hf_t5
+from flaxen.hf import t5_encoder as hf_t5_encoder
 from flaxen.hf import vit as hf_vit
 from flaxen.hf import vq as hf_vq
 from flaxen.hf.format import Format
-from flaxen.models import captioner, gpt2, gpt2_language, t5, vit, vq_config, vq_language, vq_lm, vq_reading
+from flaxen.models import captioner, gpt2, gpt2_language, t5, t5_encoder, vit, vq_config, vq_language, vq_lm, vq_reading
 from flaxen.models.gpt2_decoding import CaptionDecoder, GPT2Decoder
 from flaxen.models.t5_decoding import T5Decoder
 from flaxen.models.vq_decoding import VQDecoder
@@ -45,6 +46,8 @@ class Family:
     presets: Mapping[str, Any]
     format: Format
     flops: Callable[..., float]  # (config, lengths …) -> operations of the matmuls of one forward pass
+    architectures: tuple[str, ...] = ()  # of config.json, where model_type alone does not tell
+    encode: Callable[..., Any] | None = None  # (model, ids, valid) -> hidden states [B, S, D]; None: no embeddings
     tasks: tuple[str, ...] = ()  # that train it
     language: Any = None  # its tasks.language.LanguageModel, if it is trained as one
     decoder: Any = None  # its generate.search.Decoder; None if it generates nothing
@@ -67,10 +70,23 @@ T5 = Family(
     presets=t5.PRESETS,
     format=hf_t5.FORMAT,
     flops=t5.flops,
+    encode=t5.T5.encode,
     tasks=("denoise", "seq2seq"),
     decoder=T5Decoder,
     peft_task="SEQ_2_SEQ_LM",
     byte_presets="byt5",
+)
+T5_ENCODER = Family(
+    name="T5 encoder",
+    model_types=tuple(hf_t5.MODEL_TYPES),
+    architectures=tuple(hf_t5_encoder.ARCHITECTURES.values()),
+    model=t5_encoder.T5Encoder,
+    config=t5_encoder.Config,
+    presets={},
+    format=hf_t5_encoder.FORMAT,
+    flops=t5_encoder.flops,
+    encode=t5_encoder.T5Encoder.encode,
+    peft_task="FEATURE_EXTRACTION",
 )
 GPT2 = Family(
     name="GPT-2",
@@ -130,7 +146,7 @@ TRANSFORMER_VQ = Family(
     changeable=("block", "form"),
     reader=vq_reading.read,
 )
-FAMILIES = (T5, GPT2, VIT, CAPTIONER, TRANSFORMER_VQ)
+FAMILIES = (T5, T5_ENCODER, GPT2, VIT, CAPTIONER, TRANSFORMER_VQ)
 PRESETS: dict[str, Any] = {name: config for family in FAMILIES for name, config in family.presets.items()}
 
 
@@ -144,12 +160,13 @@ def of_model(model: Any) -> Family:
 
 
 def of_json(json: dict[str, Any], where: Any) -> Family:
-    """The family that a config.json names."""
-    kind = json.get("model_type", "t5")
-    for family in FAMILIES:
-        if kind in family.model_types:
-            return family
-    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    """The family that a config.json names: of several with its model_type, the one that names its architecture."""
+    kind, classes = json.get("model_type", "t5"), json.get("architectures") or ()
+    found = [family for family in FAMILIES if kind in family.model_types]
+    named = [family for family in found if set(classes) & set(family.architectures)]
+    if found:
+        return (named or found)[0]
+    known = ", ".join(dict.fromkeys(name for family in FAMILIES for name in family.model_types))
     raise InputError(f"{where}: model_type {kind!r}; supported: {known}")
 
 

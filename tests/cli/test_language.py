@@ -280,7 +280,9 @@ def test_nothing_is_made_up(text: Path) -> None:
     for asked in (("eval", "language", "absent", *DATA), ("generate", "absent", "--text", "a")):
         fails(asked, "absent")
     run(*train("run", "--training.steps", "1"))
-    fails(("eval", "language", "run/model", *DATA, "--objective.commit", "7"), "Unrecognized options: --objective.commit")
+    fails(
+        ("eval", "language", "run/model", *DATA, "--objective.commit", "7"), "Unrecognized options: --objective.commit"
+    )
     fails(("eval", "language", "run/model", "--data.validation", "text.bin", "--split", "test"), "--data.test")
     config = json.loads(Path("run/model/config.json").read_text())
     start = ("--model.preset", "None", "--model.fields", "--model.init", "run/model")

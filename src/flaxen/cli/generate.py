@@ -8,12 +8,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from flaxen.atomic import whole_file
-from flaxen.cli.prompts import PromptFile, Resumable, filled, windows
+from flaxen.cli.prompts import Resumable, checkpoint_stamps, given_prompts, progress, windows
 from flaxen.data.files import kind_of, stamps
 from flaxen.data.tables import READERS
 from flaxen.errors import InputError
@@ -134,25 +134,9 @@ class Generate:
         draw(pretrained, self.pictures, self.out, self.batch_size, options)
 
     def _prompts(self) -> tuple[Iterable[tuple[str | None, str]], int]:
-        """(id, prompt) of each, and how many there are: a wrong one fails now, not after an hour."""
-        if self.text:
-            return [(None, text) for text in self.text], len(self.text)
         if self.image:
             return [(str(path), str(path)) for path in self.image], len(self.image)
-        if self.file == "-":
-            typed = sys.stdin.read().splitlines()
-            if not typed:
-                raise InputError("standard input is empty; expected a prompt on each line")
-            return [(None, filled(line, f"standard input, line {i}")) for i, line in enumerate(typed, 1)], len(typed)
-        assert self.file is not None
-        path = Path(self.file)
-        if not path.is_file():
-            raise InputError(f"no file {self.file!r}")
-        found = PromptFile(path, self.column)
-        n = sum(1 for _ in found)
-        if not n:
-            raise InputError(f"{self.file} is empty; expected a prompt on each line")
-        return found, n
+        return given_prompts(self.text, self.file, self.column)
 
     def _to_file(
         self,
@@ -169,13 +153,8 @@ class Generate:
                 for window in self._generate(pretrained, prompts, n, 0, options, memory):
                     file.writelines(line + "\n" for line in window)
             return
-        from flaxen.hf import files
-
-        def of(name: str) -> list[list[Any]]:
-            return stamps(tuple(sorted(path for path in files.locate(name).iterdir() if path.is_file())))
-
         key = {
-            "model": of(self.model), "adapter": of(self.adapter) if self.adapter else None, "dtype": self.dtype,
+            "model": checkpoint_stamps(self.model), "adapter": checkpoint_stamps(self.adapter), "dtype": self.dtype,
             "prompts": [*self.text, self.file], "images": stamps(self.image), "column": self.column,
             "options": {name: repr(value) for name, value in options.items()},
             "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
@@ -199,14 +178,8 @@ class Generate:
         memory: "Memory | None",
     ) -> Iterator[list[str]]:
         """Lines of some batches at a time, whose prompts are sorted by length among themselves."""
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
         stride = 8 * self.batch_size
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        hidden = n <= self.batch_size or not sys.stderr.isatty()
-        with Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True) as bar:
-            task = bar.add_task("generating", total=n, completed=done)
+        with progress("generating", n, done, n > self.batch_size) as report:
             first = done
             for window in windows(islice(prompts, done, None), stride):
                 ids, texts = zip(*window)
@@ -215,7 +188,7 @@ class Generate:
                 )
                 yield [self._line(one, ids[one.index - first]) for one in found]
                 first += len(window)
-                bar.update(task, completed=first)
+                report(first)
 
     @property
     def lines(self) -> bool:

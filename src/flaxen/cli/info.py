@@ -15,6 +15,8 @@ class Info:
 
     model: tyro.conf.Positional[str]
     """Checkpoint directory, hub id, or preset such as t5-small."""
+    subfolder: str | None = None
+    """Folder of the checkpoint in it, such as text_encoder_2 of a diffusion model."""
 
     def run(self, given: set[str]) -> None:
         from rich.console import Console
@@ -25,14 +27,14 @@ class Info:
         from flaxen.tree import leaves
 
         rows: list[tuple[str, str]] = []
-        if self.model in PRESETS:
+        if self.model in PRESETS and self.subfolder is None:
             config = PRESETS[self.model]
             rows.append(("preset", self.model))
         else:
             from flaxen.hf import files
             from flaxen.pretrained import loading
 
-            stored = loading.read(files.locate(self.model))
+            stored = loading.read(files.locate(self.model, self.subfolder))
             config, tensors, tokenizer = stored.config, stored.tensors, stored.tokenizer()
             dtypes = {tensors.dtype(name) for name in tensors}
             rows += [

@@ -14,6 +14,7 @@ from flaxen.cli.compose import Compose, Merge
 from flaxen.cli.demo import Demo
 from flaxen.cli.demo_caption import DemoCaption
 from flaxen.cli.demo_language import DemoLanguage
+from flaxen.cli.embed import Embed
 from flaxen.cli.evaluate import Eval
 from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
@@ -56,8 +57,11 @@ def _commands() -> dict[str, Command]:
         found[f"train {name}"] = Command(Train, row.about, row.settings, row.not_in_training)
     for name, row in TASKS.items():
         found[f"eval {name}"] = Command(Eval, row.evaluation.__doc__, row.evaluation, row.not_in_evaluation)
-    others = {"bench language": BenchLanguage, "replay": Replay, "export": Export, "compose": Compose, "merge": Merge}
-    return found | {name: Command(kind) for name, kind in (others | {"generate": Generate, "info": Info}).items()}
+    others = {
+        "bench language": BenchLanguage, "replay": Replay, "export": Export, "compose": Compose, "merge": Merge,
+        "generate": Generate, "embed": Embed, "info": Info,
+    }  # fmt: skip
+    return found | {name: Command(kind) for name, kind in others.items()}
 
 
 COMMANDS = _commands()

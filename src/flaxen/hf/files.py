@@ -10,13 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from flaxen.atomic import sync
-from flaxen.errors import InputError
+from flaxen.errors import InputError, nearest
 
 WANTED = ["*.json", "*.safetensors", "spiece.model", "*.txt"]
 
 
-def locate(source: str | os.PathLike[str]) -> Path:
-    """A local directory as it is; a hub id ('google/flan-t5-small') by download, or from the cache when offline."""
+def locate(source: str | os.PathLike[str], subfolder: str | None = None) -> Path:
+    """A local directory as it is; a hub id ('google/flan-t5-small') by download, or from the cache when offline. Or a
+    folder in it: of a diffusion model's 'text_encoder_2', only that and 'tokenizer_2' are downloaded."""
+    if subfolder is None:
+        return _locate(source, WANTED)
+    folders = (subfolder, str(tokenizer_folder(Path(subfolder)) or subfolder))
+    top = _locate(source, [f"{folder}/{pattern}" for folder in folders for pattern in WANTED])
+    if not (top / subfolder).is_dir():
+        here = [path.name for path in sorted(top.iterdir()) if path.is_dir()]
+        raise InputError(f"{source} has no subfolder {subfolder!r}{nearest(subfolder, here)}; it has {', '.join(here)}")
+    return top / subfolder
+
+
+def tokenizer_folder(directory: Path) -> Path | None:
+    """Where a diffusion model keeps the tokenizer of a text encoder: 'tokenizer_2' for 'text_encoder_2'."""
+    name = directory.name
+    return directory.with_name(name.replace("text_encoder", "tokenizer")) if name.startswith("text_encoder") else None
+
+
+def _locate(source: str | os.PathLike[str], wanted: list[str]) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -29,7 +47,7 @@ def locate(source: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(text, allow_patterns=WANTED))
+        return Path(snapshot_download(text, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise InputError(
             f"{text!r} is no directory here, and the hub did not give it ({type(error).__name__}: "
@@ -78,7 +96,7 @@ def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     fresh.mkdir()
     try:
         yield fresh
-        for path in [*fresh.iterdir(), fresh]:
+        for path in [*fresh.rglob("*"), fresh]:
             sync(path)
         if target.exists():
             target.rename(old)

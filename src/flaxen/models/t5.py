@@ -289,8 +289,8 @@ class T5(nnx.Module):
         return hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype) if self.config.scaled else hidden
 
 
-def flops(config: Config, source: int, target: int) -> float:
-    """Floating-point operations of the products in the forward pass of one example."""
+def encoder_flops(config: Config, source: int) -> float:
+    """Floating-point operations of the matmuls in the encoder's forward pass of one example."""
     c, inner = config, config.n_heads * config.d_head
     feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
     # Multiply-adds per layer; a query that sees n keys costs 2 · n · inner (scores, then values).
@@ -298,8 +298,15 @@ def flops(config: Config, source: int, target: int) -> float:
     if c.attention != "full":
         side = source // c.global_block if c.attention == "transient-global" else 0
         seen = min(source, 2 * c.radius + 1) + side
-    encoder = source * (4 * c.d_model * inner + feed_forward + 2 * seen * inner) + side * 2 * c.d_model * inner
+    layer = source * (4 * c.d_model * inner + feed_forward + 2 * seen * inner) + side * 2 * c.d_model * inner
+    return 2.0 * c.n_layers * layer
+
+
+def flops(config: Config, source: int, target: int) -> float:
+    """Floating-point operations of the matmuls in the forward pass of one example."""
+    c, inner = config, config.n_heads * config.d_head
+    feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
     decoder = target * (6 * c.d_model * inner + feed_forward + 2 * (target + source) * inner)
     decoder += source * 2 * c.d_model * inner
     head = target * c.d_model * c.vocab_size
-    return 2.0 * (c.n_layers * encoder + c.n_decoder_layers * decoder + head)
+    return encoder_flops(c, source) + 2.0 * (c.n_decoder_layers * decoder + head)

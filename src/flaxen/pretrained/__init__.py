@@ -2,7 +2,7 @@
 
 model.py    Pretrained: the facade            loading.py  load, create; checkpoint directories
 prompts.py  texts and images as model inputs  memory.py   what a Transformer-VQ has read
-compose.py  a captioner of two models
+compose.py  a captioner of two models         embedding.py  one vector for each text
 """
 
 from flaxen.pretrained.compose import compose

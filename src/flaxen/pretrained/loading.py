@@ -13,8 +13,9 @@ from flaxen.data.images import Processor
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError
 from flaxen.families import Family
-from flaxen.hf import files, peft, weightmap
+from flaxen.hf import files, peft, sentence, weightmap
 from flaxen.hf.safetensors_files import Safetensors, write_tensors
+from flaxen.hf.sentence import Modules
 from flaxen.hf.tensors import Tensors
 from flaxen.models.config import with_options
 from flaxen.nn.param import initialise
@@ -34,9 +35,11 @@ class Stored:
     tensors: Tensors
     generation: dict[str, Any]  # generation_config.json, empty if there is none
     processor: Processor | None  # preprocessor_config.json
+    modules: Modules | None  # modules.json, of a family that makes embeddings
 
     def tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(self.directory)
+        beside = files.tokenizer_folder(self.directory)
+        return load_tokenizer(self.directory) or (load_tokenizer(beside) if beside else None)
 
     def weights(
         self, config: Any = None, dtype: Any = jnp.float32, adapter: str | os.PathLike[str] | None = None
@@ -51,6 +54,7 @@ class Stored:
 
 def read(directory: Path) -> Stored:
     """A checkpoint directory as it says of itself; no weights are read."""
+    top, directory = directory, sentence.transformer(directory)
     json = files.read_json(directory / "config.json")
     family = families.of_json(json, directory)
     tensors = Safetensors(directory)
@@ -59,7 +63,8 @@ def read(directory: Path) -> Stored:
     # Its ids win over config.json's, as in transformers.
     own = {name: value for name in family.format.special if (value := generation.get(name)) is not None}
     config = family.format.read_config({**json, **own}, tensors)
-    return Stored(directory, family, config, tensors, generation, Processor.read(directory))
+    modules = sentence.read(top) if family.encode else None
+    return Stored(directory, family, config, tensors, generation, Processor.read(directory), modules)
 
 
 def write(model: Any, directory: Path, generation: dict[str, Any], shard_bytes: int) -> None:
@@ -79,18 +84,19 @@ def load(
     dtype: str = "float32",
     compute: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    subfolder: str | None = None,
 ) -> Pretrained:
-    """A checkpoint directory or hub id, with a LoRA adapter of PEFT's form added. Weights are kept in `dtype`; matmuls
-    are computed in `compute`, or `dtype`."""
+    """A checkpoint directory or hub id, or a `subfolder` of it, with a LoRA adapter of PEFT's form added. Weights are
+    kept in `dtype`; matmuls are computed in `compute`, or `dtype`."""
     for name in (dtype, compute or dtype):
         if name not in DTYPES:
             raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
-    stored = read(files.locate(source))
+    stored = read(files.locate(source, subfolder))
     config = computed_in(stored.config, compute or dtype)
     tokenizer = stored.tokenizer()
     check_tokenizer(tokenizer, config, stored.directory)
     model = stored.weights(config, DTYPES[dtype], adapter)
-    return Pretrained(model, tokenizer, stored.generation, stored.processor)
+    return Pretrained(model, tokenizer, stored.generation, stored.processor, stored.modules)
 
 
 def create(

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +22,11 @@ from flaxen.families import Family
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
 from flaxen.generate.search import Decoder, ended, prepare
-from flaxen.hf import files
+from flaxen.hf import files, sentence
+from flaxen.hf.sentence import Modules
 from flaxen.hf.vq_memory import Memory
 from flaxen.pretrained import memory as memories
+from flaxen.pretrained.embedding import Embedder
 from flaxen.pretrained.prompts import PromptReader, Prompts
 from flaxen.tree import leaves
 
@@ -47,6 +50,7 @@ class Pretrained:
     tokenizer: Tokenizer | None = None
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json
     processor: Processor | None = None  # preprocessor_config.json
+    modules: Modules | None = None  # of sentence-transformers: what makes embeddings of hidden states
 
     @property
     def config(self) -> Any:
@@ -70,6 +74,8 @@ class Pretrained:
     def logits(self, inputs: Any, decoder_input_ids: Any = None, valid: Any = None) -> np.ndarray:
         """Logits [B, T, V]. A T5 takes input_ids [B, S] and decoder_input_ids [B, T], a captioner images and the
         latter, a GPT-2 ids [B, T] alone; `valid` is True for real inputs."""
+        if self.family.decoder is None:
+            raise InputError(f"a {self.family.name} has no output head, and so no logits")
         rule, check = self.family.prompting, self.prompts.checked
         decoder_ids = None if rule.continues else jnp.asarray(check(decoder_input_ids, "decoder_input_ids"))
         if rule.reads == "image":
@@ -92,6 +98,28 @@ class Pretrained:
         found = self._batches(prompts, batch_size, generator.options.max_new_tokens, memory)
         outputs = generator.outputs((np.where(rows < 0, rows, rows + first), inputs) for rows, inputs in found)
         return [Generated(self._decode(one.tokens), *one) for one in sorted(outputs, key=lambda one: one.prompt)]
+
+    def embed(
+        self,
+        texts: Prompts,
+        pooling: str | None = None,
+        normalise: bool | None = None,
+        batch_size: int = 16,
+        length: int | None = None,
+    ) -> np.ndarray | list[np.ndarray]:
+        """Embeddings [N, D] in float32, of texts or lists of ids. `pooling` is over the real tokens, the end token
+        included: mean, max, first (or cls), or none for a list of [T, D]. Texts are cut to `length` tokens. What is
+        None is as the checkpoint has it; one that says nothing has mean, not normalised."""
+        embedder = Embedder(self, pooling, normalise, batch_size, length)
+        every = self.prompts.listed(texts)
+        found = embedder(every)
+        if embedder.cut:
+            warnings.warn(
+                f"{embedder.cut:,} of {len(every):,} texts were cut to {embedder.length} tokens", stacklevel=2
+            )
+        if embedder.pooling == "none":
+            return found
+        return np.stack(found) if found else np.zeros((0, embedder.width), np.float32)
 
     def stream(self, prompt: Any, memory: Memory | None = None, **options: Any) -> Iterator[str]:
         """The text of one output, piece by piece as it is generated."""
@@ -137,6 +165,8 @@ class Pretrained:
                 (fresh / name).write_bytes(content)
             if self.processor is not None:
                 files.write_json(fresh / "preprocessor_config.json", self.processor.to_json())
+            if self.modules is not None:
+                sentence.write(self.modules, self.config.d_model, fresh)
 
     @cached_property
     def digest(self) -> str:

@@ -49,10 +49,14 @@ class PromptReader:
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Prompts as ids, checked: in range, and something in each beside special tokens."""
-        prompts = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
-        if prompts and isinstance(prompts[0], int | np.integer):
+        return [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(self.listed(prompts))]
+
+    def listed(self, prompts: Prompts) -> list[Any]:
+        """One prompt or several, as a list."""
+        found: list[Any] = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
+        if found and isinstance(found[0], int | np.integer):
             raise InputError("prompts are texts or lists of ids, got a bare list of ids; wrap it in a list")
-        return [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+        return found
 
     def _encode(self, prompt: Any, what: str) -> list[int]:
         rule = self.family.prompting

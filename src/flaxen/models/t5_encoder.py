@@ -1,0 +1,34 @@
+"""The encoder of a T5 alone: text in, hidden states out. Embeddings and diffusion models are made of them."""
+
+from dataclasses import dataclass
+
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from flaxen.models import t5
+from flaxen.nn.layers import Embedding
+
+
+@dataclass(frozen=True)
+class Config(t5.Config):
+    """As a T5's. Fields of the decoder and the head are kept for the checkpoint and compute nothing."""
+
+
+class T5Encoder(nnx.Module):
+    """`valid` is True for real tokens, None when all are; several texts can share a row, as in a T5."""
+
+    def __init__(self, config: Config):
+        self.embedding = Embedding(config.vocab_size, config.d_model, std=config.factor)
+        self.encoder = t5.Stack(config, decoder=False)
+        self.config = config
+
+    def encode(
+        self, ids: Int[Array, "B S"], valid: t5.Mask | None = None, key: Array | None = None
+    ) -> Float[Array, "B S D"]:
+        return self.encoder(self.embedding(ids), valid, None, key)
+
+
+def flops(config: Config, source: int) -> float:
+    """Floating-point operations of the matmuls in the forward pass of one example."""
+    return t5.encoder_flops(config, source)
