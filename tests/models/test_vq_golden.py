@@ -243,7 +243,10 @@ def test_quantiser(case: int) -> None:
     np.testing.assert_array_equal(z, at["z"])
     np.testing.assert_allclose(chosen, at["codewords"], rtol=1e-6)
     np.testing.assert_allclose(jnp.square(k - chosen).sum(-1), at["errs2"], rtol=1e-4, atol=1e-4)
-    error = lambda k: codebook.error(k, book.nearest(k)[1], weights) / weights.size  # noqa: E731
+
+    def error(k: jax.Array) -> jax.Array:
+        return codebook.error(k, book.nearest(k)[1], weights) / weights.size
+
     commit, gradient = jax.value_and_grad(error)(k)
     assert float(commit) == pytest.approx(float(at["l_commit"]), rel=1e-5)
     close(gradient, at["grad_l_commit_vecs"], 1e-5)

@@ -1,6 +1,7 @@
 """Transformer-VQ's properties: what must not matter does not, and nothing looks ahead or across documents."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,8 +39,7 @@ def make(**changes: Any) -> VQLM:
     """Weights that differ from each other where they would start alike."""
     config = Config(**{**SIZES, **changes})
     model, draw = initialise(VQLM(config), 0), np.random.default_rng(1)
-    shaken = lambda leaf: leaf + 0.3 * draw.standard_normal(leaf.shape).astype(np.float32)  # noqa: E731
-    model = jax.tree.map(shaken, model)
+    model = jax.tree.map(lambda leaf: leaf + 0.3 * draw.standard_normal(leaf.shape).astype(np.float32), model)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.abs(leaf) if path[-2].name == "count" else leaf, model
     )
@@ -111,8 +111,11 @@ def test_gradients_of_the_dense_form(kind: str, attention: str) -> None:
     """With one block, all keys are in the window, so every gradient passes in both; the codebook's is none."""
     model, ids = make(**KINDS[kind], attention=attention, block=24), text(2, 24)
     labels = jnp.asarray(text(2, 24, seed=5))
-    loss = lambda f: lambda model: -jnp.take_along_axis(f(model, ids), labels[..., None], -1).mean()  # noqa: E731
-    ours, theirs = (jax.jit(jax.grad(loss(f)))(model) for f in (logprobs, dense))
+
+    def loss(model: VQLM, form: Callable[[VQLM, np.ndarray], jax.Array]) -> jax.Array:
+        return -jnp.take_along_axis(form(model, ids), labels[..., None], -1).mean()
+
+    ours, theirs = (jax.jit(jax.grad(loss), static_argnums=1)(model, form) for form in (logprobs, dense))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs)):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(float(np.abs(b).max()), 1e-3), err_msg=str(path))
 
@@ -124,8 +127,8 @@ def test_gradients_of_both_forms(through: bool) -> None:
     model, ids, labels = make(**kinds), jnp.asarray(text(2, 24)), jnp.asarray(text(2, 24, seed=5))
 
     def gradient(form: str) -> VQLM:
-        loss = lambda model: model.loss(ids, labels, commit=0.1, learn=True)[0].loss  # noqa: E731
-        return jax.jit(jax.grad(loss))(changed(model, form=form))
+        loss = jax.grad(lambda model: model.loss(ids, labels, commit=0.1, learn=True)[0].loss)
+        return jax.jit(loss)(changed(model, form=form))
 
     for a, b in zip(jax.tree.leaves(gradient("scan")), jax.tree.leaves(gradient("parallel"))):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(float(np.abs(b).max()), 1e-3))

@@ -24,7 +24,7 @@ CONFIG = Config(
 )
 TOKENS = 512
 HERE = replace(CPU, panels=True)  # on a machine with many cores, panels are off
-SWITCHES = ("rows_in_sequence", "transposed_copies", "panels", "weights_first")
+SWITCHES = ("rows_in_sequence", "transposed_copies", "panels", "separate_arrays", "weights_first")
 PLATFORMS = ("tpu", "cuda")
 
 

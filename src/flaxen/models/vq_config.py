@@ -42,7 +42,7 @@ class Config:
     dropout: float = 0.0  # behind each unit
     position_drop: float = 0.0  # of the sinusoids that distances are seen by; one draw for a sequence
     layer_drop: float = 0.0  # of whole units; one draw for a sequence
-    image: tuple[int, ...] = ()  # height, width and channels of the pictures that it writes, if it does
+    image: tuple[int, ...] = ()  # height, width and channels of the images that it generates, if it does
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 1
@@ -109,7 +109,7 @@ class Config:
 
 
 def flops(config: Config, length: int) -> float:
-    """Floating-point operations of the products in the forward pass of one sequence."""
+    """Floating-point operations of the matmuls in the forward pass of one sequence."""
     c = config
     n, g = c.key_heads, c.n_heads // c.key_heads
     gate = c.n_heads * c.d_v if c.heads == "shga" else 0

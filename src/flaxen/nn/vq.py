@@ -154,13 +154,18 @@ def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Scale,
 
 def _scanned_forward(law: Law, operands: Operands, context: Context) -> tuple[tuple, tuple]:
     out, scale, past, last = _scan(law, operands, context)
-    # Counts and means before each block are not kept: to make them again is cheap, and they are a tenth of the memory.
+    # Counts and means before each block are not kept: to recompute them is cheap, and they are a tenth of the memory.
     out, scale = jax.tree.map(kept, (out, scale))
     return (out, *last), (operands, context, out, scale, past)
 
 
 def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array, Array]) -> tuple[Operands, None]:
-    """From the last block to the first. What is carried besides sums is the gradient of the means."""
+    """From the last block to the first. What is carried besides sums is the gradient of the means.
+
+    Behind block i, means' = old · means + Σ share · value over the keys that leave the window, with old and share
+    constants: so a leaving value gets its share of the gradient of its code's mean, and the means before the block get
+    what is left of it, with what the block itself has read of them.
+    """
     operands, context, out, scale, past = residuals
 
     def body(carry: tuple[Array, Array, Array, Array], xs: tuple) -> tuple[tuple, tuple]:
@@ -226,7 +231,11 @@ def _leaving(law: Law, a: Array, i: Array) -> Array:
 
 
 def _shares(law: Law, context: Context, i: Array, counts: Array) -> tuple[Array, Array, Array]:
-    """What remains of the old means, the new counts, and what share of its code's mean each leaving key is."""
+    """What remains of the old means, the new counts, and what share of its code's mean each leaving key is.
+
+    Means instead of sums, so that numbers stay of the size of a value however many keys there are. A code of M, one too
+    many, marks a slot that was never filled: what is read or written there is dropped.
+    """
     codes, joins = _leaving(law, context.codes, i), context.leaving[i].astype(jnp.float32)
     old = counts * context.keep[i]
     new = old.at[codes].add(joins, mode="drop")
@@ -283,7 +292,8 @@ def _all_joined(law: Law, context: Context, values: Array, n: int) -> tuple[Arra
         return _joined(law, context, values, i, nothing, jnp.zeros_like(context.means))
 
     def combine(a: tuple, b: tuple) -> tuple:
-        """Part b behind part a: its keep says whether anything of a is left."""
+        """Part b behind part a: its keep says whether anything of a is left. (n, mean) pairs combine to the sum of
+        counts and the weighted mean, which is associative."""
         keep_a, count_a, mean_a = a
         keep_b, count_b, mean_b = b
         left = count_a * keep_b[..., None]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from flaxen.nn.hardware import transposed_copy, transposed_right
+from flaxen.nn.hardware import materialise, transposed_copy, transposed_right
 from flaxen.nn.matmul import dots
 from flaxen.nn.vq_plan import NEVER, Law
 
@@ -44,6 +44,7 @@ def _scores(law: Law, w: Window, counts: Array) -> tuple[Float[Array, "R S"], Fl
     near = (near.reshape(groups, law.block, -1) + w.hidden).reshape(near.shape)
     if not law.aggregate:
         return near, None
+    # n keys of one score s weigh n · exp(s) = exp(s + log n).
     bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
     if w.known is not None:
         bias = jnp.where(jnp.tile(w.known, groups)[:, None], bias, NEVER)
@@ -92,9 +93,14 @@ def block_backward(
     scale: Scale,
     g: Float[Array, "R U"],
 ) -> Slopes:
-    """Weights are made again: they take a fortieth of the products, and would be a third of what is kept."""
+    """Weights are recomputed: they take a fortieth of the matmuls, and would be a third of what is kept.
+
+    With weights p = exp(score - top) / total and out = Σ p v, the gradient of a score is p (g · v - g · out): the same
+    g · out for all keys and codes. Scores of keys give gradients to queries, distances and keys; those of codes to
+    queries alone, since codebooks do not learn by gradients.
+    """
     dtype = w.values.dtype
-    g = (g / scale.total[:, None]).astype(dtype)  # so weights need not be divided by their sums
+    g = (g / scale.total[:, None]).astype(dtype)  # instead of dividing every weight by its total
     slope = dots(g, out)[:, None]
     near, far = _scores(law, w, counts)
     near = jnp.exp(near - scale.top[:, None])
@@ -128,7 +134,7 @@ def skew(law: Law, x: Float[Array, "G W E"]) -> Float[Array, "R S"]:
     ahead = jnp.arange(w) < w - 1 - jnp.arange(w)[:, None]
     behind = jnp.where(ahead, NEVER, 0.0 if law.aggregate else NEVER)
     x = jnp.concatenate([x, jnp.broadcast_to(behind, (len(x), w, w))], axis=2)
-    flat = lax.optimization_barrier(x).reshape(len(x), -1)
+    flat = materialise(x).reshape(len(x), -1)
     return flat[:, : w * size].reshape(-1, size)
 
 
@@ -136,4 +142,4 @@ def unskew(law: Law, y: Float[Array, "R S"]) -> Float[Array, "G W E"]:
     """Back again: what skew takes a value from."""
     size = law.window + law.block
     flat = jnp.pad(y.reshape(-1, law.block * size), ((0, 0), (0, law.block)))
-    return lax.optimization_barrier(flat).reshape(-1, law.block, size + 1)[:, :, : law.window + 1]
+    return materialise(flat).reshape(-1, law.block, size + 1)[:, :, : law.window + 1]

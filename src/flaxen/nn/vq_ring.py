@@ -90,7 +90,7 @@ class Step:
         """Of the slots, then of the means by code."""
         by_code = jnp.einsum("RNGH,NMH->RNGM", queries, codebook)
         near = jnp.take_along_axis(by_code, jnp.minimum(ring.keys, codebook.shape[1] - 1)[:, :, None], axis=-1)
-        # by_distance ends with distance 0, the token's own: turned until that stands in its slot.
+        # by_distance ends with distance 0, the token's own: rotated until that stands in its slot.
         near = near + jnp.roll(by_distance, self.slot + 1, axis=-1)
         near = jnp.where(self._visible(), near, NEVER)
         if not self.law.aggregate:
