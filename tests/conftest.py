@@ -75,6 +75,7 @@ FAMILIES = {
     "t5-1.0": (transformers.T5Config, {}),
     "t5-1.1": (transformers.T5Config, GATED),
     "mt5": (transformers.MT5Config, {**GATED, "vocab_size": 301}),
+    "umt5": (transformers.UMT5Config, {**GATED, "vocab_size": 301}),
     "byt5": (transformers.T5Config, {**GATED, "vocab_size": 384, "num_layers": 4, "num_decoder_layers": 1}),
 }
 
@@ -96,7 +97,7 @@ def make_reference(family: str, directory: Path, seed: int = 0) -> Reference:
     config_class, changes = FAMILIES[family]
     config = config_class(**{**SMALL, **changes})
     torch.manual_seed(seed)
-    kind = transformers.MT5ForConditionalGeneration if family == "mt5" else transformers.T5ForConditionalGeneration
+    kind = getattr(transformers, config_class.__name__.replace("Config", "ForConditionalGeneration"))
     model = kind(config).eval()
     if family != "t5-1.0":
         # transformers 5 ties the head of a fresh model; real checkpoints of these families have one of their own.

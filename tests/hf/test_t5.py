@@ -107,6 +107,8 @@ def test_a_head_that_version_5_tied_stays_unscaled(tmp_path: Path) -> None:
         ({"tie_word_embeddings": True, "transformers_version": "5.22.2"}, "mt5", False),
         ({"tie_word_embeddings": False, "transformers_version": "4.30.0"}, "mt5", False),
         ({"tie_word_embeddings": True, "transformers_version": "4.30.0"}, "mt5", True),
+        ({"tie_word_embeddings": True, "transformers_version": "5.22.2"}, "umt5", True),
+        ({"tie_word_embeddings": False, "transformers_version": "4.31.0"}, "umt5", False),
     ],
 )
 def test_scale_as_each_version_means_it(json_fields: dict, kind: str, scaled: bool) -> None:
@@ -198,7 +200,7 @@ def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_rows_name_every_leaf_once() -> None:
-    for config in (Config(), PRESETS["byt5-small"]):
+    for config in (Config(), PRESETS["byt5-small"], PRESETS["umt5-small"]):
         rows = t5.rows(config)
         assert sorted(row.ours for row in rows) == sorted(leaves(T5(config)))
         assert len({row.theirs for row in rows}) == len(rows)

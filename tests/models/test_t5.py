@@ -32,6 +32,7 @@ TINY = Config(
     n_buckets=8,
     max_distance=20,
 )
+TINY_UMT5 = dataclasses.replace(TINY, bias_per_layer=True, family="umt5")
 
 
 def random_batch(*arguments: int, **sizes: int) -> tuple[jax.Array, ...]:
@@ -97,10 +98,11 @@ def test_longer_than_one_block(t5_reference: Reference) -> None:
     close(flaxen.load(t5_reference.directory).logits(ids, decoder, valid), theirs, 2e-5)
 
 
+@pytest.mark.parametrize("config", [TINY, TINY_UMT5], ids=["t5", "umt5"])
 @pytest.mark.parametrize("form", [{"scan": False}, {"scan": False, "remat": True}])
-def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
+def test_scan_unroll_and_remat_agree(config: Config, form: dict[str, bool]) -> None:
     """Also with dropout: a layer's key does not depend on how the stack is run."""
-    model = initialise(T5(dataclasses.replace(TINY, dropout=0.2)), 0)
+    model = initialise(T5(dataclasses.replace(config, dropout=0.2)), 0)
     ids, valid, labels = random_batch(50)
     loss = lambda model: model.loss(ids, labels, valid, key=jax.random.key(1))[0]  # noqa: E731
     value_and_grad = jax.jit(jax.value_and_grad(loss))
@@ -121,9 +123,10 @@ def test_padding_changes_nothing(t5_reference: Reference) -> None:
         close(pretrained.logits(ids[row : row + 1, :n], decoder[row : row + 1])[0], together[row], 1e-5)
 
 
-def test_cached_decoding_is_the_full_forward() -> None:
+@pytest.mark.parametrize("config", [TINY, TINY_UMT5], ids=["t5", "umt5"])
+def test_cached_decoding_is_the_full_forward(config: Config) -> None:
     """Three beams that swap histories at every step give the logits of their full histories."""
-    model = initialise(T5(TINY), 1)
+    model = initialise(T5(config), 1)
     ids, valid, _ = random_batch(50, rows=2)
     draw = np.random.default_rng(0)
     decoder = T5Decoder(model)
@@ -204,7 +207,8 @@ def test_buckets_equal_transformers(bidirectional: bool) -> None:
     ("name", "millions"),
     [("t5-small", 60.5), ("t5-base", 222.9), ("t5-large", 737.7), ("t5-3b", 2851.6), ("t5-11b", 11307.3),
      ("t5-v1_1-small", 77.0),
-     ("t5-v1_1-base", 247.6), ("flan-t5-xl", 2849.8), ("mt5-small", 300.2), ("mt5-base", 582.4), ("byt5-small", 299.6),
+     ("t5-v1_1-base", 247.6), ("flan-t5-xl", 2849.8), ("mt5-small", 300.2), ("mt5-base", 582.4), ("umt5-small", 306.6),
+     ("byt5-small", 299.6),
      ("byt5-base", 581.7), ("byt5-large", 1228.2)],
 )  # fmt: skip
 def test_presets_have_their_published_size(name: str, millions: float) -> None:
@@ -214,7 +218,8 @@ def test_presets_have_their_published_size(name: str, millions: float) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"n_heads": 0}, "n_heads"), ({"activation": "mystery"}, "activation"), ({"n_buckets": 6}, "n_buckets"),
-     ({"max_distance": 4}, "max_distance"), ({"compute": "float16"}, "compute"), ({"start_id": 50}, "start_id")],
+     ({"max_distance": 4}, "max_distance"), ({"compute": "float16"}, "compute"), ({"start_id": 50}, "start_id"),
+     ({"bias_per_layer": True, "attention": "local"}, "bias_per_layer"), ({"family": "umt5"}, "bias_per_layer")],
 )  # fmt: skip
 def test_config_refuses(fields: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):

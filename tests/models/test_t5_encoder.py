@@ -23,6 +23,7 @@ from flaxen.tree import leaves
 KINDS = {
     "T5": {},
     "MT5": GATED,
+    "UMT5": GATED,
     "LongT5": {**GATED, "encoder_attention_type": "transient-global", "local_radius": 5, "global_block_size": 3},
 }
 
@@ -127,7 +128,8 @@ def test_an_encoder_says_what_it_cannot_do(tmp_path: Path) -> None:
 
 
 def test_rows_name_every_leaf_once() -> None:
-    for config in (Config(), Config(attention="transient-global", family="longt5")):
+    umt5 = Config(bias_per_layer=True, family="umt5")
+    for config in (Config(), umt5, Config(attention="transient-global", family="longt5")):
         rows = t5_encoder.rows(config)
         assert sorted(row.ours for row in rows) == sorted(leaves(T5Encoder(config)))
         assert t5_encoder.read_config(t5_encoder.write_config(config, "float32"), None) == config

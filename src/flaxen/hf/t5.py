@@ -1,4 +1,4 @@
-"""T5, mT5, ByT5 and LongT5 in Hugging Face's files: configuration fields and weight names, both directions."""
+"""T5, mT5, umT5, ByT5 and LongT5 in Hugging Face's files: configuration fields and weight names, both directions."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,8 @@ from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row, same
 from flaxen.models.t5 import Config
 
-MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "longt5": "LongT5"}  # and what the names of their classes begin with
+# model_type -> what the names of its classes begin with.
+MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
 
 # config.json's name -> ours, for fields that mean the same on both sides.
 FIELDS = {
@@ -37,15 +38,17 @@ LONG_NAMES = {
     "transient-global": "TransientGlobalSelfAttention",
 }
 # What a missing field means, where the families differ from t5-small.
+MT5 = {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "mt5": {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6},
+    "mt5": MT5,
+    "umt5": {**MT5, "bias_per_layer": True},
     "longt5": {"attention": "local"},
 }
 
 # Fields that say nothing about the arithmetic of this model, whatever their value.
 SILENT = {
     "n_positions", "output_past", "classifier_dropout", "dense_act_fn", "is_gated_act", "feed_forward_proj",
-    "scale_decoder_outputs",
+    "scale_decoder_outputs", "scalable_attention", "chronos_config",
 }  # fmt: skip
 # Fields that would change the arithmetic: only these values are the model that we compute.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -74,7 +77,7 @@ def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
 
 
 def _default_mlp(kind: str) -> str:
-    return "gated-gelu" if kind == "mt5" else "relu"
+    return "gated-gelu" if kind in ("mt5", "umt5") else "relu"
 
 
 def _scaled(json: dict[str, Any], kind: str) -> bool:
@@ -105,7 +108,8 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
     """A config.json that transformers 4, 5 and its late Flax classes all read as the same model."""
     fields = dataclasses.asdict(config)
     name = "gelu" if config.gated and config.activation == "gelu_new" else config.activation
-    family = config.family if config.attention == "full" else "longt5"  # the only one with such fields
+    # The only ones with such layers.
+    family = "longt5" if config.attention != "full" else "umt5" if config.bias_per_layer else config.family
     names = FIELDS | (LONG_FIELDS if family == "longt5" else {})
     return {
         **{theirs: fields[ours] for theirs, ours in names.items()},
@@ -151,9 +155,10 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
                     )
                 )
             table.append(Row(f"{stack}.layers.{ours}.o.weight", f"{block}.{theirs}.o.weight", "d (n h) -> n h d"))
-        first = f"{stack}.block.0.layer.0.{parts[0][1]}"
+        bias = f"{stack}.block.{{i}}.layer.0.{parts[0][1]}.relative_attention_bias.weight"
+        shared = Row(f"{stack}.bias.weight", bias.format(i=0))
         table += [
-            Row(f"{stack}.bias.weight", f"{first}.relative_attention_bias.weight"),
+            Row(f"{stack}.layers.bias.weight", bias) if config.bias_per_layer else shared,
             Row(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
         ]
     if config.attention == "transient-global":

@@ -1,4 +1,4 @@
-"""T5 1.0 and 1.1, Flan-T5, mT5, ByT5, LongT5: one encoder-decoder, told apart by its Config."""
+"""T5 1.0 and 1.1, Flan-T5, mT5, umT5, ByT5, LongT5: one encoder-decoder, told apart by its Config."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ class Config:
     n_heads: int = 8
     n_buckets: int = 32
     max_distance: int = 128
+    bias_per_layer: bool = False  # umT5: every layer has a relative bias of its own
     attention: str = "full"  # of the encoder: full, local or transient-global, the latter two with a radius
     radius: int = 127  # a token sees so many on either side
     global_block: int = 16  # tokens that transient-global attention adds up to one that all see
@@ -52,7 +53,7 @@ class Config:
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 0
-    family: str = "t5"  # or mt5, longt5: the name that config.json gives it
+    family: str = "t5"  # or mt5, umt5, longt5: the name that config.json gives it
     compute: str = "float32"  # dtype of products and of what layers hand on; the residual stream stays f32
     scan: bool = True
     remat: bool = False
@@ -65,6 +66,10 @@ class Config:
             raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}")
         if self.radius < 1 or self.global_block < 1:
             raise ValueError(f"radius and global_block must be at least 1, got {self.radius}, {self.global_block}")
+        if self.bias_per_layer and self.attention != "full":
+            raise ValueError(f"bias_per_layer is for full attention, got {self.attention} attention")
+        if self.family == "umt5" and not self.bias_per_layer:
+            raise ValueError("a umt5 has bias_per_layer=True")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         if self.n_buckets < 4 or self.n_buckets % 4:
@@ -108,6 +113,9 @@ def _presets() -> dict[str, Config]:
     for name in ("small", "base", "large", "xl", "xxl"):
         table[f"flan-t5-{name}"] = table[f"t5-v1_1-{name}"]
         table[f"mt5-{name}"] = dataclasses.replace(table[f"t5-v1_1-{name}"], vocab_size=250112)
+    for name in ("small", "base", "xl", "xxl"):
+        umt5 = dataclasses.replace(table[f"mt5-{name}"], vocab_size=256384, bias_per_layer=True, family="umt5")
+        table[f"umt5-{name}"] = umt5
     # ByT5 spends its parameters in the encoder: three times as deep as the decoder.
     for name, d, ff, layers, decoder, heads in (
         ("small", 1472, 3584, 12, 4, 6),
@@ -137,6 +145,7 @@ class Layer(nnx.Module):
         sides = c.attention == "transient-global" and not decoder
         self.attention = TransientGlobalAttention(*sizes, c.epsilon) if sides else Attention(*sizes)
         self.attention_norm = norm()
+        self.bias = relative_bias(c, decoder) if c.bias_per_layer else None
         self.cross: CrossAttention | None = CrossAttention(*sizes) if decoder else None
         self.cross_norm: RMSNorm | None = norm() if decoder else None
         self.mlp, self.mlp_norm = MLP(c.d_model, c.d_ff, c.activation, c.gated, c.factor), norm()
@@ -169,22 +178,27 @@ class Layer(nnx.Module):
         return x, None if cache is None else LayerCache(own, seen)
 
 
+def relative_bias(config: Config, decoder: bool) -> RelativeBias:
+    c = config
+    return RelativeBias(c.n_heads, c.n_buckets, c.max_distance, not decoder, c.factor * c.d_model**-0.5)
+
+
 class Stack(nnx.Module):
-    """Layers of one kind, their shared relative bias and the final norm."""
+    """Layers of one kind, their shared relative bias (unless each has its own) and the final norm."""
 
     def __init__(self, config: Config, decoder: bool):
         c = config
         self.layers = stacked(Layer(c, decoder), c.n_decoder_layers if decoder else c.n_layers)
-        bias = partial(RelativeBias, c.n_heads, c.n_buckets, c.max_distance, not decoder, c.factor * c.d_model**-0.5)
-        self.bias = bias()
-        self.side_bias = bias() if c.attention == "transient-global" and not decoder else None
+        self.bias = None if c.bias_per_layer else relative_bias(c, decoder)
+        self.side_bias = relative_bias(c, decoder) if c.attention == "transient-global" and not decoder else None
         self.norm = RMSNorm(c.d_model, c.epsilon, c.factor)
         self.config, self.causal = config, decoder
 
     def plan(self, length: int, mask: Array | None, batch: int) -> Plan | LocalPlan:
+        """Who sees whom in all layers; without a bias where each has its own."""
         c = self.config
-        if self.causal or c.attention == "full":
-            bias = self.bias(jnp.arange(1 - length, length))
+        if self.bias is None or self.causal or c.attention == "full":
+            bias = None if self.bias is None else self.bias(jnp.arange(1 - length, length))
             return Plan(None, bias, self.causal, c.dropout).seeing(mask, mask)
         segments = jnp.ones((batch, length), jnp.int32) if mask is None else mask.astype(jnp.int32)
         side = None if self.side_bias is None else plan_side(self.side_bias, segments, c.global_block)
@@ -198,15 +212,20 @@ class Stack(nnx.Module):
         key: Array | None,
     ) -> Float[Array, "B T D"]:
         c, dtype = self.config, jnp.dtype(self.config.compute)
-        plan = self.plan(x.shape[1], mask, len(x))
+        length = x.shape[1]
+        plan = self.plan(length, mask, len(x))
         keys = (None, None, None) if key is None else tuple(jax.random.split(key, 3))
         x = dropout(x.astype(jnp.float32), c.dropout, keys[0])
         encoded, cross = source or (None, Plan())
 
         def body(layer: Layer, x: Array, key: Array | None) -> Array:
+            here = plan
+            if layer.bias is not None and isinstance(plan, Plan):
+                here = plan._replace(bias=layer.bias(jnp.arange(1 - length, length)))
+
             def some_rows(x: Array, rows: Any, encoded: Array | None, of_cross: Any, key: Array | None) -> Array:
                 source = None if encoded is None else Source(encoded, cross.of(of_cross))
-                return layer(x, plan.of(rows), source, None, c.dropout, dtype, key)[0]
+                return layer(x, here.of(rows), source, None, c.dropout, dtype, key)[0]
 
             return few_rows_at_a_time(some_rows, x, key, plan.rows(), encoded, cross.rows())
 

@@ -42,11 +42,13 @@ class T5Decoder(nnx.Module):
     def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
         """The logits after `tokens`, which stand at `state.past.time`."""
         model, dtype, past, beams = self.model, jnp.dtype(self.model.config.compute), state.past, tokens.shape[1]
-        plan = past.plan(beams, model.decoder.bias(past.times(beams) - past.time))
+        distances = past.times(beams) - past.time
+        shared = None if model.decoder.bias is None else past.plan(beams, model.decoder.bias(distances))
         source = Source(None, plan_source(state.valid))
         x, layers = model.embedding(tokens).astype(jnp.float32), []
         # Unrolled, because a scan over layers would copy the caches.
         for layer, cache in zip(self.layers or unstack(model.decoder.layers), past.layers):
+            plan = past.plan(beams, layer.bias(distances)) if shared is None else shared
             x, cache = layer(x, plan, source, cache, 0.0, dtype, None)
             layers.append(cache)
         logits = model.output_head.logits(model.scale(model.decoder.norm(x, dtype)))

@@ -27,7 +27,7 @@ def bucket(distance: Int[Array, "*R"], bidirectional: bool, n_buckets: int, max_
 
 
 class RelativeBias(nnx.Module):
-    """One bias per bucket and head, shared by all layers of a stack."""
+    """One bias per bucket and head: of a stack, or of each of its layers."""
 
     def __init__(self, n_heads: int, n_buckets: int, max_distance: int, bidirectional: bool, std: float):
         self.weight = normal(n_buckets, n_heads, std=std)
