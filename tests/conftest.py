@@ -2,9 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Every worker of pytest-xdist has a cache of compiled programs and a core of its own.
 os.environ.setdefault("PYTEST_XDIST_WORKER", "alone")
@@ -50,19 +51,34 @@ def few_programs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def hastily(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile in half the time, what a test runs but a few times. Tests marked `optimised` compile as users do; so do
-    processes of their own, whose numbers are therefore not those of this one to the last bit, and fixtures of a whole
-    file. FLAXEN_OPTIMISED=1 optimises all."""
+    """Compile in a quarter of the time what a test runs but a few times. Tests marked `optimised` compile as users do;
+    so do processes of their own, whose numbers are therefore not those of this one to the last bit, and fixtures of a
+    whole file. FLAXEN_OPTIMISED=1 optimises all."""
     global _hasty
     import jax
+    from jax._src import compiler
 
     hasty = not (request.node.get_closest_marker("optimised") or os.environ.get("FLAXEN_OPTIMISED"))
     if hasty != _hasty:
         jax.clear_caches()  # of what the tests before compiled in the other way
     _hasty = hasty
-    jax.config.update("jax_disable_most_optimizations", hasty)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with pytest.MonkeyPatch.context() as patch:
+        if hasty:
+            # There is no setting for this: options are of one jit, or of a process, and so of its optimised tests too.
+            patch.setattr(compiler, "get_compile_options", hasty_options(compiler.get_compile_options))
+        jax.config.update("jax_disable_most_optimizations", hasty)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def hasty_options(options: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiler options without XLA's emitters of fused operations, which take two thirds of the time to compile."""
+
+    def without_emitters(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **named: Any) -> Any:
+        overrides = {**(env_options_overrides or {}), "xla_cpu_use_fusion_emitters": False}
+        return options(*arguments, env_options_overrides=overrides, **named)
+
+    return without_emitters
 
 
 SMALL = {
