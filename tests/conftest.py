@@ -2,9 +2,11 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Every worker of pytest-xdist has a cache of compiled programs and a core of its own.
 os.environ.setdefault("PYTEST_XDIST_WORKER", "alone")
@@ -27,14 +29,30 @@ with warnings.catch_warnings():
 torch.set_num_threads(2 if os.environ["PYTEST_XDIST_WORKER"] == "alone" else 1)
 transformers.utils.logging.disable_progress_bar()
 
-LONGEST = ("test_resume.py", "test_train.py", "test_language.py", "test_caption.py", "test_longt5.py")
+LONGEST = (
+    "cli/test_language.py", "models/test_longt5.py", "models/test_vq_lm.py", "train/test_resume.py",
+    "cli/test_caption.py", "cli/test_seq2seq.py", "cli/test_train.py", "generate/test_search.py",
+    "models/test_vq_golden.py", "tasks/test_seq2seq.py", "train/test_vq_training.py", "models/test_t5.py",
+)  # fmt: skip
 _hasty = False
 PROGRAMS = 20_000  # mappings of memory; Linux allows a process 65,530, and every compiled program holds some
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: the last one then ends not long after the others."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """The longest files first: the last one then ends not long after the others. In a file the optimised tests last:
+    whenever the way of compiling changes, all compiled programs are forgotten."""
+    files = {name: number for number, name in enumerate(LONGEST)}
+    for item in items:
+        files.setdefault(name_of(item), len(files))
+    items.sort(key=lambda item: (files[name_of(item)], optimised(item)))
+
+
+def name_of(item: pytest.Item) -> str:
+    return "/".join(item.path.parts[-2:])
+
+
+def optimised(item: pytest.Item) -> bool:
+    return item.get_closest_marker("optimised") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -49,20 +67,47 @@ def few_programs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def hastily(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile in half the time, what a test runs but a few times. Tests marked `optimised` compile as users do; so do
-    processes of their own, whose numbers are therefore not those of this one to the last bit, and fixtures of a whole
-    file. FLAXEN_OPTIMISED=1 optimises all."""
-    global _hasty
-    import jax
+def hastily(request: pytest.FixtureRequest, in_haste: Callable[[bool], AbstractContextManager[None]]) -> Iterator[None]:
+    """Compile in a quarter of the time what a test runs but a few times. Tests marked `optimised` compile as users do;
+    so do processes of their own, whose numbers are therefore not those of this one to the last bit, and fixtures of a
+    whole file that do not ask for `in_haste`. FLAXEN_OPTIMISED=1 optimises all."""
+    with in_haste(not optimised(request.node)):
+        yield
 
-    hasty = not (request.node.get_closest_marker("optimised") or os.environ.get("FLAXEN_OPTIMISED"))
-    if hasty != _hasty:
-        jax.clear_caches()  # of what the tests before compiled in the other way
-    _hasty = hasty
-    jax.config.update("jax_disable_most_optimizations", hasty)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+
+@pytest.fixture(scope="session")
+def in_haste() -> Callable[[bool], AbstractContextManager[None]]:
+    import jax
+    from jax._src import compiler
+
+    @contextmanager
+    def compiling(hasty: bool) -> Iterator[None]:
+        global _hasty
+        hasty = hasty and not os.environ.get("FLAXEN_OPTIMISED")
+        if hasty != _hasty:
+            jax.clear_caches()  # of what the tests before compiled in the other way
+        _hasty = hasty
+        with pytest.MonkeyPatch.context() as patch:
+            if hasty:
+                # Options belong to one jit, or to the process and so to its optimised tests too: there is no setting.
+                patch.setattr(compiler, "get_compile_options", hasty_options(compiler.get_compile_options))
+            jax.config.update("jax_disable_most_optimizations", hasty)
+            try:
+                yield
+            finally:
+                jax.config.update("jax_disable_most_optimizations", False)
+
+    return compiling
+
+
+def hasty_options(options: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiler options without XLA's emitters of fused operations, which take two thirds of the time to compile."""
+
+    def without_emitters(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **named: Any) -> Any:
+        overrides = {**(env_options_overrides or {}), "xla_cpu_use_fusion_emitters": False}
+        return options(*arguments, env_options_overrides=overrides, **named)
+
+    return without_emitters
 
 
 SMALL = {

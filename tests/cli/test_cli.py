@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import command
 
 import flaxen
 
 
 def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flaxen.cli.main", *map(str, arguments)]
+    """In a process of its own, which takes seconds to start."""
+    typed = [sys.executable, "-m", "flaxen.cli.main", *map(str, arguments)]
     env = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, check=False, env=env)
+    return subprocess.run(typed, capture_output=True, text=True, input=stdin, check=False, env=env)
 
 
 def test_text_json_and_beams(byt5: Path) -> None:
@@ -43,7 +45,7 @@ def test_info(byt5: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "384" in done.stdout
     assert "ByteTokenizer" in done.stdout
-    assert "60,506,624" in run("info", "t5-small").stdout
+    assert "60,506,624" in command("info", "t5-small").out
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,18 @@ def test_wrong_input_is_one_clear_message(
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txet": "x"}\n')
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
     (tmp_path / "gap.txt").write_text("one\n\nthree\n")
-    done = run(*(argument.format(model=byt5, tmp=tmp_path) for argument in arguments))
-    assert done.returncode == code
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    done = command(*(argument.format(model=byt5, tmp=tmp_path) for argument in arguments))
+    assert done.code == code
+    assert words in done.message
+    assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_process_ends_with_the_code_and_the_message(tmp_path: Path) -> None:
+    done = run("info", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "has no config.json" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_completion_script() -> None:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +51,12 @@ def flags(material: Path, out: Path, *more: object) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def trained(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(
+    material: Path, tmp_path_factory: pytest.TempPathFactory, in_haste: Callable[[bool], AbstractContextManager[None]]
+) -> Path:
     out = tmp_path_factory.mktemp("run") / "run"
-    done = command(*flags(material, out, "--optimizer.freeze", "embedding.*", "encoder.layers.mlp.*"))
+    with in_haste(True):
+        done = command(*flags(material, out, "--optimizer.freeze", "embedding.*", "encoder.layers.mlp.*"))
     assert done.code == 0, done.err
     assert "108 training pairs, 12 to validate" in done.err
     assert "of the tokens processed are padding" in done.err
