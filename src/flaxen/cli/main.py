@@ -58,8 +58,8 @@ def _commands() -> dict[str, Command]:
 
 
 COMMANDS = _commands()
-ABOUT = """T5, mT5, umT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX: train, evaluate, generate.
-Hugging Face checkpoints in and out.
+ABOUT = """T5, mT5, umT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX: train, evaluate,
+generate, embed. Hugging Face checkpoints in and out.
 
 Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1."""
 
