@@ -89,6 +89,28 @@ def test_a_whole_t5_embeds_with_its_encoder(byt5: Path) -> None:
     np.testing.assert_array_equal(flaxen.load(byt5).embed([ids]), flaxen.load(byt5).embed("A text"))
 
 
+def test_an_adapter_of_peft_is_added(encoder: Path, tmp_path: Path) -> None:
+    import peft
+
+    base = transformers.T5EncoderModel.from_pretrained(encoder).eval()
+    torch.manual_seed(2)
+    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", r=2, target_modules=["q", "v"], init_lora_weights=False)
+    adapted = peft.get_peft_model(base, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = transformers.ByT5Tokenizer()("A text")["input_ids"]
+    with torch.no_grad():
+        theirs = adapted(torch.tensor([ids])).last_hidden_state[0].mean(dim=0).numpy()
+    ours = flaxen.load(encoder, adapter=tmp_path / "adapter").embed("A text")[0]
+    close(ours, theirs)
+    assert np.abs(ours - flaxen.load(encoder).embed("A text")[0]).max() > 0.01
+
+
+def test_bfloat16_follows_float32(encoder: Path) -> None:
+    low, exact = (flaxen.load(encoder, dtype=dtype).embed(TEXTS) for dtype in ("bfloat16", "float32"))
+    assert low.dtype == np.float32
+    assert np.abs(low - exact).max() < 0.05 * np.abs(exact).max()
+
+
 def test_neither_padding_nor_batches_change_an_embedding(encoder: Path) -> None:
     one = flaxen.load(encoder)
     expected = np.concatenate([one.embed(text) for text in TEXTS * 3])

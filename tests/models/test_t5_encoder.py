@@ -102,6 +102,21 @@ def test_tokenizer_beside_the_text_encoder(tmp_path: Path) -> None:
         flaxen.load(tmp_path, subfolder="text_encoder_2")
 
 
+def test_a_subfolder_of_a_hub_id_is_all_that_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    make_encoder("T5", tmp_path / "text_encoder_2")
+    flaxen.load("someone/diffusion", subfolder="text_encoder_2")
+    ((name, patterns),) = asked
+    assert name == "someone/diffusion"
+    assert {pattern.split("/")[0] for pattern in patterns} == {"text_encoder_2", "tokenizer_2"}
+
+
 def test_the_table_by_its_other_name_and_what_is_left_of_a_decoder(tmp_path: Path) -> None:
     make_encoder("T5", tmp_path / "a")
     expected = flaxen.load(tmp_path / "a")

@@ -107,12 +107,15 @@ def progress(what: str, n: int, done: int, shown: bool) -> Iterator[Callable[[in
 
 
 def checkpoint_stamps(name: str | None, subfolder: str | None = None) -> list[list[Any]] | None:
-    """What changes when a file of a checkpoint does."""
+    """What changes when a file of a checkpoint, or of the tokenizer beside it, does."""
     from flaxen.hf import files
 
     if name is None:
         return None
-    return stamps(tuple(sorted(path for path in files.locate(name, subfolder).rglob("*") if path.is_file())))
+    directory = files.locate(name, subfolder)
+    folders = [directory, files.tokenizer_folder(directory) or directory]
+    found = {path for folder in folders for kind in files.WANTED for path in folder.rglob(kind) if path.is_file()}
+    return stamps(tuple(sorted(found)))
 
 
 class Resumable:
