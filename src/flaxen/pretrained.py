@@ -19,7 +19,7 @@ from flaxen.errors import InputError
 from flaxen.generate.batches import batches, groups
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
-from flaxen.generate.search import ended, prepare
+from flaxen.generate.search import Decoder, ended, prepare
 from flaxen.hf import families, files, peft
 from flaxen.hf.families import Model
 from flaxen.hf.vq_memory import Memory
@@ -243,6 +243,11 @@ class Pretrained:
             if self.processor is not None:
                 files.write_json(fresh / "preprocessor_config.json", self.processor.to_json())
 
+    @cached_property
+    def _decoder(self) -> Decoder:
+        """Prepared by the first call that generates, for all that follow: it takes as long as some tokens do."""
+        return prepare(DECODERS[type(self.model)], self.model)
+
     def _generator(self, given: dict[str, Any]) -> Generator:
         if type(self.model) not in DECODERS:
             raise InputError(f"a {type(self.model).__name__} writes nothing; it is the half of a captioner that sees")
@@ -252,7 +257,7 @@ class Pretrained:
             if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        return Generator(prepare(DECODERS[type(self.model)], self.model), options, self.config.pad_id, eos)
+        return Generator(self._decoder, options, self.config.pad_id, eos)
 
     def _checked(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:
         try:
