@@ -2,7 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo parity test lint bench bench-peers clean
+# Tests of seconds: `make check` while editing, `make test` before a commit.
+FAST := data metrics hf/test_files.py hf/test_t5.py nn/test_layers.py nn/test_loss.py generate/test_options.py \
+	generate/test_batches.py generate/test_processors.py tasks/test_denoise.py tasks/test_language.py tasks/test_sheet.py \
+	train/test_checkpoint.py train/test_run.py train/test_tracking.py cli/test_recipe.py cli/test_vocab.py \
+	cli/test_bench.py test_imports.py test_recipes.py test_tree.py test_host.py
+
+.PHONY: demo parity test check lint bench bench-peers clean
 
 demo: .venv/ready
 	rm -rf build/demo
@@ -13,6 +19,9 @@ parity: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+check: lint
+	$(BIN)/python -m pytest $(addprefix tests/,$(FAST))
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests benchmarks examples
