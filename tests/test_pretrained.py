@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import transformers
 from conftest import Reference
+from flax import nnx
 
 import flaxen
 from flaxen.errors import InputError
+from flaxen.models.t5 import Config
 
 
 def test_text_in_text_out(byt5: Path, tmp_path: Path) -> None:
@@ -103,3 +105,15 @@ def test_a_full_disk_leaves_nothing(byt5: Path, tmp_path: Path) -> None:
     assert "File too large" in done.stdout
     assert list((tmp_path / "out").iterdir()) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_model_changed_in_place_is_laid_out_again() -> None:
+    """Weights laid out for decoding are kept between calls, and must not outlive the weights."""
+    config = Config(vocab_size=50, d_model=16, d_head=4, d_ff=16, n_layers=1, n_decoder_layers=1, n_heads=2)
+    one, other = (flaxen.create(config, seed=seed) for seed in (0, 1))
+    prompt = [[5, 6, 7]]
+    before, wanted = (made.generate(prompt, max_new_tokens=6)[0].tokens for made in (one, other))
+    prepared = one.decoder
+    assert one.decoder is prepared
+    nnx.update(one.model, nnx.state(other.model))
+    assert one.generate(prompt, max_new_tokens=6)[0].tokens == wanted != before

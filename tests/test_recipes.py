@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flaxen.cli.main import COMMANDS
 from flaxen.cli.recipe import read
+from flaxen.cli.tasks import TASKS
 from flaxen.train.run import flat
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def test_reads_as_settings(path: Path, tmp_path: Path) -> None:
     whole = tmp_path / path.name
     whole.write_text(f'out = "run"\n{path.read_text()}')  # a recipe leaves it to the command
     task = header(path)["command"].split()[2]
-    settings = read(COMMANDS[f"train {task}"], whole)
+    settings = read(TASKS[task].settings, whole)
     assert settings.model.preset or settings.model.init
     assert settings.training.steps or settings.training.epochs
 

@@ -1,6 +1,8 @@
 """T5 against transformers' torch, live; and two ways of computing one thing."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -98,15 +100,21 @@ def test_longer_than_one_block(t5_reference: Reference) -> None:
     close(flaxen.load(t5_reference.directory).logits(ids, decoder, valid), theirs, 2e-5)
 
 
-@pytest.mark.parametrize("config", [TINY, TINY_UMT5], ids=["t5", "umt5"])
-@pytest.mark.parametrize("form", [{"scan": False}, {"scan": False, "remat": True}])
-def test_scan_unroll_and_remat_agree(config: Config, form: dict[str, bool]) -> None:
-    """Also with dropout: a layer's key does not depend on how the stack is run."""
+@functools.cache
+def scanned(config: Config) -> tuple[Callable[[T5], tuple[jax.Array, T5]], T5, jax.Array, T5]:
+    """Loss and gradient with dropout, a model, and what they are of it."""
     model = initialise(T5(dataclasses.replace(config, dropout=0.2)), 0)
     ids, valid, labels = random_batch(50)
     loss = lambda model: model.loss(ids, labels, valid, key=jax.random.key(1))[0]  # noqa: E731
     value_and_grad = jax.jit(jax.value_and_grad(loss))
-    value, grads = value_and_grad(model)
+    return value_and_grad, model, *value_and_grad(model)
+
+
+@pytest.mark.parametrize("config", [TINY, TINY_UMT5], ids=["t5", "umt5"])
+@pytest.mark.parametrize("form", [{"scan": False}, {"scan": False, "remat": True}])
+def test_scan_unroll_and_remat_agree(config: Config, form: dict[str, bool]) -> None:
+    """Also with dropout: a layer's key does not depend on how the stack is run."""
+    value_and_grad, model, value, grads = scanned(config)
     other_value, other_grads = value_and_grad(change(model, **form))
     np.testing.assert_allclose(value, other_value, rtol=1e-6)
     for name, gradient in leaves(grads).items():
@@ -173,7 +181,7 @@ def test_bfloat16_follows_float32() -> None:
 def test_dropout_is_a_function_of_its_key() -> None:
     model = initialise(T5(dataclasses.replace(TINY, dropout=0.3)), 0)
     ids, valid, labels = random_batch(50)
-    loss = lambda key: float(model.loss(ids, labels, valid, key=key)[0])  # noqa: E731
+    loss = jax.jit(lambda key: model.loss(ids, labels, valid, key=key)[0])
     assert loss(jax.random.key(0)) == loss(jax.random.key(0)) != loss(jax.random.key(1))
     assert loss(None) == loss(None) != loss(jax.random.key(0))
 
@@ -182,12 +190,12 @@ def test_decoder_does_not_see_the_future() -> None:
     """By Jacobian: the logits at t depend on decoder embeddings up to t and no further."""
     model = initialise(T5(TINY), 2)
     ids, _, _ = random_batch(50, rows=1)
-    source = model.encode(ids)
+    source = jax.jit(model.encode)(ids)
 
     def hidden(x: jax.Array) -> jax.Array:
         return model.decoder(x, None, (source, Plan()), None)[0].sum(axis=-1)
 
-    jacobian = jax.jacobian(hidden)(model.embedding(jnp.asarray([[0, 5, 6, 7, 8, 9]])))[:, 0]
+    jacobian = jax.jit(jax.jacobian(hidden))(model.embedding(jnp.asarray([[0, 5, 6, 7, 8, 9]])))[:, 0]
     reach = np.abs(jacobian).sum(axis=-1) > 0
     np.testing.assert_array_equal(reach, np.tril(np.ones((6, 6), bool)))
 

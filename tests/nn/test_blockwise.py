@@ -1,5 +1,8 @@
 """Blockwise attention is plain attention: values and gradients, whatever the blocks."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,26 +26,36 @@ def random_case(t: int, s: int, seed: int = 0) -> tuple:
     return q, k, v, g, bias, valid
 
 
+def value_and_gradients(f: Callable[..., jax.Array], q, k, v, g, bias) -> tuple:
+    return jax.jit(lambda g, *xs: (f(*xs), jax.vjp(f, *xs)[1](g)))(g, q, k, v, bias)
+
+
+@functools.cache
+def plain(t: int, s: int, causal: bool) -> tuple:
+    *inputs, valid = random_case(t, s)
+
+    def attention(q, k, v, bias):
+        return attend_plain(q, k, v, full_bias(Plan(valid, bias, causal), t, s))
+
+    return value_and_gradients(attention, *inputs)
+
+
 @pytest.mark.parametrize(
     ("t", "s", "causal"), [(1, 5, False), (7, 7, True), (50, 130, False), (129, 129, True), (64, 64, True)]
 )
 @pytest.mark.parametrize(("block", "together"), [(16, 1), (16, 3), (256, 6)])
 def test_blockwise_is_plain(t: int, s: int, causal: bool, block: int, together: int) -> None:
     cached = hardware.Target(scores=together * min(t, block) * min(s, block))
-    q, k, v, g, bias, valid = random_case(t, s)
+    *inputs, valid = random_case(t, s)
 
     def blockwise(q, k, v, bias):
         return attend(q, k, v, Plan(valid, bias, causal), block=block)
 
-    def plain(q, k, v, bias):
-        return attend_plain(q, k, v, full_bias(Plan(valid, bias, causal), t, s))
-
     with hardware.compile_for(cached):
-        ours, ours_back = jax.vjp(blockwise, q, k, v, bias)
-        grads = ours_back(g)
-    theirs, theirs_back = jax.vjp(plain, q, k, v, bias)
+        ours, grads = value_and_gradients(blockwise, *inputs)
+    theirs, others = plain(t, s, causal)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
-    for mine, other in zip(grads, theirs_back(g)):
+    for mine, other in zip(grads, others):
         np.testing.assert_allclose(mine, other, rtol=0, atol=2e-5 * float(jnp.abs(other).max()))
 
 
@@ -51,12 +64,12 @@ def test_dropout_is_the_same_in_forward_and_backward() -> None:
     q, k, v, _, bias, valid = random_case(40, 40)
     key = jax.random.key(3)
     f = lambda v: attend(q, k, v, Plan(valid, bias, True, rate=0.5), key, block=16)  # noqa: E731
-    out, back = jax.vjp(f, v)
-    np.testing.assert_allclose(jnp.vdot(out, out), jnp.vdot(back(out)[0], v), rtol=1e-5)
+    out, back = jax.jit(lambda v: (f(v), jax.vjp(f, v)[1](f(v))[0]))(v)
+    np.testing.assert_allclose(jnp.vdot(out, out), jnp.vdot(back, v), rtol=1e-5)
     assert not np.allclose(out, attend(q, k, v, Plan(valid, bias, True)))
     # And a numeric derivative in q, which passes through the dropped softmax.
     direction = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
-    h = lambda e: attend(q + e * direction, k, v, Plan(valid, bias, True, rate=0.5), key, block=16).sum()  # noqa: E731
+    h = jax.jit(lambda e: attend(q + e * direction, k, v, Plan(valid, bias, True, rate=0.5), key, block=16).sum())
     numeric = (h(1e-2) - h(-1e-2)) / 2e-2
     np.testing.assert_allclose(jax.grad(h)(0.0), numeric, rtol=5e-3)
 
@@ -64,7 +77,7 @@ def test_dropout_is_the_same_in_forward_and_backward() -> None:
 def test_dropout_keeps_the_mean() -> None:
     q, k, v, _, bias, valid = random_case(8, 40)
     plan = Plan(valid, bias, rate=0.3)
-    many = jax.vmap(lambda key: attend(q, k, v, plan, key))(jax.random.split(jax.random.key(0), 4000))
+    many = jax.jit(jax.vmap(lambda key: attend(q, k, v, plan, key)))(jax.random.split(jax.random.key(0), 4000))
     np.testing.assert_allclose(many.mean(axis=0), attend(q, k, v, plan), atol=0.06)
 
 

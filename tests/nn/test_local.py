@@ -99,8 +99,8 @@ def test_blocks_are_plain_attention(case: str, radius: int, size: int | None) ->
 def test_a_wide_band_is_full_attention() -> None:
     q, k, v, *_ = random_case(90, 0)
     bias, valid = relative(1), jnp.arange(90) < jnp.array([[90], [41]])
-    wide = attend_local(q, k, v, plan_local(bias, valid.astype(jnp.int32), 90, 0.0))
-    full = attend(q, k, v, Plan(valid, bias(jnp.arange(-89, 90))))
+    wide = jax.jit(lambda *qkv: attend_local(*qkv, plan_local(bias, valid.astype(jnp.int32), 90, 0.0)))(q, k, v)
+    full = jax.jit(lambda *qkv: attend(*qkv, Plan(valid, bias(jnp.arange(-89, 90)))))(q, k, v)
     np.testing.assert_allclose(wide[0], full[0], atol=1e-5)
     np.testing.assert_allclose(wide[1, :, :41], full[1, :, :41], atol=1e-5)
 
@@ -110,11 +110,17 @@ def test_side_tokens_that_nobody_sees_change_nothing() -> None:
     segments = segments_of([90], [60])
     found = plan_side(relative(2), segments, 16)
     assert found is not None
-    hidden = found._replace(owner=jnp.full_like(found.owner, 7))
-    plan = plan_local(relative(1), segments, 11, 0.0)
-    without = attend_local(q, k, v, plan)
-    np.testing.assert_allclose(attend_local(q, k, v, plan._replace(side=hidden), None, tuple(side)), without, atol=1e-6)
-    assert not np.allclose(attend_local(q, k, v, plan._replace(side=found), None, tuple(side)), without, atol=1e-2)
+    bias = relative(1)
+
+    @jax.jit
+    def attended(owner: jax.Array | None) -> jax.Array:
+        seen = None if owner is None else found._replace(owner=owner)
+        plan = plan_local(bias, segments, 11, 0.0, seen)
+        return attend_local(q, k, v, plan, None, None if seen is None else tuple(side))
+
+    without = attended(None)
+    np.testing.assert_allclose(attended(jnp.full_like(found.owner, 7)), without, atol=1e-6)
+    assert not np.allclose(attended(found.owner), without, atol=1e-2)
 
 
 def test_blocks_of_side_tokens() -> None:
@@ -146,6 +152,7 @@ def test_dropout_is_the_same_in_forward_and_backward(size: int | None) -> None:
     found = plan_side(relative(2), segments, size) if size else None
     plan, key = plan_local(relative(1), segments, 11, 0.5, found), jax.random.key(3)
 
+    @jax.jit
     def f(q, v, side_v):
         return attend_local(q, k, v, plan, key, (side[0], side_v) if size else None)
 
@@ -153,9 +160,10 @@ def test_dropout_is_the_same_in_forward_and_backward(size: int | None) -> None:
     np.testing.assert_allclose(
         jnp.vdot(out, out), sum(jnp.vdot(d, x) for d, x in zip(back(out), (v, side[1]))), rtol=1e-5
     )
-    assert not np.allclose(out, attend_local(q, k, v, plan, None, tuple(side) if size else None), atol=1e-2)
+    undropped = jax.jit(lambda q: attend_local(q, k, v, plan, None, tuple(side) if size else None))(q)
+    assert not np.allclose(out, undropped, atol=1e-2)
     direction = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
-    h = lambda e: f(q + e * direction, v, side[1]).sum()  # noqa: E731
+    h = jax.jit(lambda e: f(q + e * direction, v, side[1]).sum())
     np.testing.assert_allclose(jax.grad(h)(0.0), (h(1e-2) - h(-1e-2)) / 2e-2, rtol=1e-2)
 
 
@@ -185,11 +193,12 @@ def test_few_side_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPa
     """Queries of one block may be part of several side tokens: with blocks of other lengths too."""
     segments = segments_of([37, 41, 12], [90])
     q, k, v, _, *side = random_case(90, 30)
+    bias, found = relative(1), plan_side(relative(2), segments, 3)
+    assert isinstance(found, Side)
     results = []
     for block in (5, 16, 64):
         monkeypatch.setattr(local, "BLOCK", block)
-        plan = plan_local(relative(1), segments, 6, 0.0, plan_side(relative(2), segments, 3))
-        results.append(attend_local(q, k, v, plan, None, tuple(side)))
+        attended = lambda q: attend_local(q, k, v, plan_local(bias, segments, 6, 0.0, found), None, tuple(side))  # noqa: E731
+        results.append(jax.jit(attended)(q))
     np.testing.assert_allclose(results[0], results[2], atol=1e-5)
     np.testing.assert_allclose(results[1], results[2], atol=1e-5)
-    assert isinstance(plan.side, Side)

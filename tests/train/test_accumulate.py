@@ -1,5 +1,7 @@
 """Pieces of a batch add up to the batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +16,19 @@ from flaxen.tree import leaves
 TINY = Config(vocab_size=50, d_model=16, d_head=4, d_ff=24, n_layers=2, n_decoder_layers=1, n_heads=4)
 
 
+@functools.cache
+def whole() -> tuple[T5, tuple[jax.Array, ...], jax.Array, T5]:
+    """A model, a batch, and the loss and gradient of all its rows at once."""
+    model = initialise(T5(TINY), 0)
+    batch = tuple(jnp.asarray(a) for a in random_batch(50, rows=6))
+    loss = lambda model: model.loss(batch[0], batch[2], batch[1])[0]  # noqa: E731
+    return model, batch, *jax.jit(jax.value_and_grad(loss))(model)
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 6])
 def test_pieces_equal_the_whole(pieces: int) -> None:
     """Rows hold different numbers of labels: a mean of means would be wrong."""
-    model = initialise(T5(TINY), 0)
-    batch = tuple(jnp.asarray(a) for a in random_batch(50, rows=6))
-    whole = lambda model: model.loss(batch[0], batch[2], batch[1])[0]  # noqa: E731
-    expected, gradient = jax.jit(jax.value_and_grad(whole))(model)
+    model, batch, expected, gradient = whole()
     loss = lambda model, piece, _, key: (model.loss(piece[0], piece[2], piece[1], key=key)[1], None)  # noqa: E731
     mean, sums, ours, _ = jax.jit(lambda model: value_and_grad(loss, model, batch, pieces))(model)
     np.testing.assert_allclose(mean, expected, rtol=1e-6)

@@ -47,7 +47,7 @@ class Falling(Task):
         each = batch["value"] + w if key is not None else jnp.square(w - BEST) + 0 * batch["value"]
         return Sums((weight * each).sum(), (weight * (batch["value"] > 4)).sum(), weight.sum()), None
 
-    def written(self, model: Any, path: Path) -> dict[str, float]:
+    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
         """The better, the further w is from where the loss wants it."""
         if not self.scores:
             return {}

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from flaxen.models.t5 import T5, Config
 from flaxen.models.vit import ViT
 from flaxen.nn.loss import Sums
 from flaxen.nn.param import initialise
+from flaxen.tasks.task import Task
 from flaxen.train import lora
 from flaxen.train.settings import LoRA, Optimizer, Schedule, Training
 from flaxen.train.step import Stepper
@@ -162,10 +162,10 @@ def test_merging_adds_the_products_and_keeps_the_rest() -> None:
     np.testing.assert_array_equal(merged["bridge.weight"], wanted.astype(jnp.bfloat16))
 
 
-class Memorise:
+class Memorise(Task):
     """Always the same batch."""
 
-    examples, tokens, flops, scores = 4, 16, 1.0, ()
+    examples, tokens, flops = 4, 16, 1.0
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         return {"ids": IDS[:, : LABELS.shape[1]], "labels": LABELS}
@@ -173,20 +173,8 @@ class Memorise:
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
         yield self.batch(0, size)
 
-    def carry(self, rows: int) -> None:
-        return None
-
     def loss(self, model: Any, batch: Any, carry: None, key: jax.Array | None) -> tuple[Sums, None]:
         return model.loss(batch["ids"], batch["labels"], key=key)[1], None
-
-    def divisor(self, batch: dict[str, Any]) -> None:
-        return None
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return {"loss": float(sums.loss / sums.weight)}
-
-    def written(self, model: Any, path: Path) -> dict[str, float]:
-        return {}
 
 
 @pytest.mark.parametrize(("accumulate", "rate"), [(1, 0.0), (2, 0.2)])

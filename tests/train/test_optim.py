@@ -41,10 +41,10 @@ def updated(optimizer: Optimizer, model: T5, steps: list[T5]) -> dict[str, np.nd
     """The weights after the updates, as a checkpoint has them: one matrix per tensor."""
     transform = make(optimizer, lambda step: jnp.asarray(RATE))
     state = jax.jit(transform.init)(model)
-    update = jax.jit(transform.update)
+    update, apply = jax.jit(transform.update), jax.jit(optax.apply_updates)
     for gradient in steps:
         changes, state = update(gradient, state, model)
-        model = optax.apply_updates(model, changes)
+        model = apply(model, changes)
     return tensors(model)
 
 
@@ -55,10 +55,10 @@ def tensors(model: T5) -> dict[str, np.ndarray]:
 def reference(transform: optax.GradientTransformation, model: T5, steps: list[T5]) -> dict[str, np.ndarray]:
     """The same with optax on the separate tensors of a checkpoint."""
     weights = {name: jnp.asarray(tensor) for name, tensor in tensors(model).items()}
-    state, update = transform.init(weights), jax.jit(transform.update)
+    state, update, apply = jax.jit(transform.init)(weights), jax.jit(transform.update), jax.jit(optax.apply_updates)
     for gradient in steps:
         changes, state = update({k: jnp.asarray(v) for k, v in tensors(gradient).items()}, state, weights)
-        weights = optax.apply_updates(weights, changes)
+        weights = apply(weights, changes)
     return {name: np.asarray(leaf) for name, leaf in weights.items()}
 
 
@@ -112,7 +112,8 @@ def test_adafactor_factors_every_matrix_of_a_transformer_vq() -> None:
     config = vq_config.Config(d_model=128, d_k=8, d_v=128, n_layers=2, n_codes=4, block=8, window=8)
     model = initialise(VQLM(config), 0)
     ours = make(Optimizer("adafactor", clip=0.0), lambda step: jnp.asarray(1.0))
-    gradient = jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape), model)
+    drawn = lambda model: jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape), model)  # noqa: E731
+    gradient = jax.jit(drawn)(model)
     changes, _ = jax.jit(ours.update)(gradient, jax.jit(ours.init)(model), model)
     chain = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())
     for layer in range(2):

@@ -10,7 +10,7 @@ from typing import Any
 
 from flaxen import families
 from flaxen.cli.settings import Settings, Start
-from flaxen.cli.tasks import TASKS, check_hidden
+from flaxen.cli.tasks import CODEBOOKS, TASKS, check_unused
 from flaxen.data.images import Processor
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError, nearest
@@ -53,7 +53,8 @@ class OpenedSetup(Setup):
 
     def pretrained(self, model: Any) -> Pretrained:
         """A model with what belongs to it, to be saved."""
-        return Pretrained(model, self.tokenizer, self.generation, self.processor)
+        modules = self.stored.modules if self.stored else None
+        return Pretrained(model, self.tokenizer, self.generation, self.processor, modules)
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ class Built:
 def build(settings: Settings) -> Built:
     """Read the checkpoint's configuration and the data, and put the run together; weights come later."""
     begin = setup(settings.model)
-    task = open_task(settings, begin)
-    abstract, seed = begin.family.model(task.config), settings.training.seed
-    has_codebooks = settings.task == "language" and begin.family.language.has_codebooks(task.config)
+    has_codebooks = settings.task == "language" and _has_codebooks(begin)
     if settings.task == "language" and not has_codebooks:
-        check_hidden(settings, ("optimizer.codebook", "optimizer.restart"))
+        check_unused(settings, CODEBOOKS, "to a model without codebooks")
     if has_codebooks and settings.model.init is not None and settings.objective.codebooks == "data":  # type: ignore[attr-defined]
         raise InputError("a checkpoint has its codebooks: leave out --objective.codebooks data, or model.init")
+    task = open_task(settings, begin)
+    abstract, seed = begin.family.model(task.config), settings.training.seed
 
     def weights() -> Any:
         return task.start(begin.weights(task.config, seed=seed))
@@ -95,6 +96,10 @@ def build(settings: Settings) -> Built:
 
     finish = _draw_codebooks if has_codebooks else _nothing_else
     return Built(task, stepper, abstract, weights, export, facts | {"steps": stepper.steps}, finish)
+
+
+def _has_codebooks(begin: OpenedSetup) -> bool:
+    return begin.family.language is not None and begin.family.language.has_codebooks(begin.config)
 
 
 def _with_lora(
@@ -137,7 +142,7 @@ def open_evaluation(name: str, asked: Any, begin: OpenedSetup, split: str) -> Ta
     own, data = getattr(asked.data, split), asked.data
     if not (own or data.train or data.dataset):
         raise InputError(f"there is nothing to evaluate on; name files with --data.{split}, or --data.train")
-    if own and not data.dataset and not (split == "test" and data.train):
+    if own and not data.dataset and not (hasattr(asked, "split") and data.train):
         asked = dataclasses.replace(asked, data=dataclasses.replace(data, train=own))
     opened = task.open(begin, asked, getattr(asked, "seed", 0), split, training=False)
     if not opened.validation_examples:
@@ -221,7 +226,7 @@ def _for_images(
     if family.prompting.reads != "image" or not family.parts:
         if size is not None:
             raise InputError("model.image_size is for models that see images")
-        return config, None
+        return config, processor
     if size is None:
         return config, processor or Processor.default(config.encoder.image_size)
     encoder = dataclasses.replace(config.encoder, image_size=(size, size))

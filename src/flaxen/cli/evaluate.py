@@ -41,13 +41,13 @@ class Eval(Generic[E]):
         if hasattr(asked, "options") and not asked.loss_only:
             options = _chosen(asked.options, given, asked.objective.longest, begin.generation)
         task = open_evaluation(_task_name(asked), asked, begin, split)
-        for note in task.notes(asked.batch_size):
+        for note in task.evaluation_notes(asked.batch_size):
             print(note, file=sys.stderr)
         model, skipped = begin.weights(task.config, self.adapter), set[str]()
         values = evaluate(task, scorer(task), model, asked.batch_size, asked.examples, skipped)
         if options is not None:
             where = (asked.out, getattr(asked, "sheet", None))
-            values |= task.generate_and_score(model, options, asked.batch_size, asked.examples, *where)
+            values |= task.generate_and_score(model, options, asked.batch_size, asked.examples, *where, skipped)
         print(task.counted(asked.examples, len(skipped)), file=sys.stderr)
         print(json.dumps(({"split": split} if hasattr(asked, "split") else {}) | values))
 

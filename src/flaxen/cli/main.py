@@ -75,6 +75,8 @@ def main() -> None:
     """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
     try:
         command, flags = _parsed(sys.argv[1:])
+        if not hasattr(command, "run"):
+            raise InputError(f"no command {sys.argv[1]!r}; give its words one by one, such as flaxen train denoise")
         command.run(_given(flags))
     except (InputError, OSError) as error:
         if os.environ.get("FLAXEN_TRACEBACK"):

@@ -27,12 +27,14 @@ class Preview(Generic[S]):
         from rich.console import Console
 
         from flaxen.cli.build import open_task, setup
+        from flaxen.tasks.task import report_problems
 
         task, size = open_task(self.settings, setup(self.settings.model)), self.settings.training.batch_size
         console = Console(soft_wrap=True, highlight=False, emoji=False)
         for note in (*task.notes(size), task.vocabulary()):
             console.print(note, markup=False)
         batch = task.batch(self.step, size)
+        report_problems(task.problems(batch), set())
         for row in range(min(self.examples, size)):
             for title, text in task.show(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")

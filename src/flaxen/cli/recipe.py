@@ -49,7 +49,9 @@ def from_dict(kind: type[T], values: dict[str, Any], where: str, missing: bool =
             found[name] = from_dict(hint, values[name], f"{where}, [{name}]", missing)  # type: ignore[arg-type]
         elif name in values:
             found[name] = _typed(hint, values[name], f"{where}: {name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and missing:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if not missing:
+                raise InputError(f"{where}: the setting {name!r} is missing")
             found[name] = tyro.MISSING
     return kind(**found)
 

@@ -30,6 +30,7 @@ class Replay:
         from flaxen.cli.build import build
         from flaxen.cli.tasks import of_run
         from flaxen.errors import InputError
+        from flaxen.tasks.task import report_problems
         from flaxen.train.checkpoint import Checkpoints
         from flaxen.train.run import RunFiles, check_facts
         from flaxen.tree import leaves
@@ -54,6 +55,7 @@ class Replay:
         for step in range(first, self.step - 1):
             state, _ = stepper.update(state, built.task.batch(step, size))
         batch = built.task.batch(self.step - 1, size)
+        report_problems(built.task.problems(batch), set())
         before = {path: np.asarray(leaf, np.float64) for path, leaf in leaves(state.model).items()}
         _, gradient = stepper.gradient(state, batch)
         state, report = stepper.update(state, batch)

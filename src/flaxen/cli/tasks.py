@@ -39,6 +39,8 @@ class TaskRow:
         return getattr(import_module(module), name)
 
 
+CODEBOOKS = ("optimizer.codebook", "optimizer.restart")  # without codebooks they do nothing
+# No flags for other models, though `reference` does the same to them.
 VQ_ONLY = ("optimizer.codebook", "optimizer.restart", "optimizer.reference", "schedule.reference")
 IMAGES_ONLY = ("model.image_size",)
 # They change nothing that is shown; batch size and seed do.
@@ -51,7 +53,7 @@ NOT_IN_PREVIEW = (
 TASKS: dict[str, TaskRow] = {
     "denoise": TaskRow(
         about="Pre-train T5, mT5, ByT5 or LongT5 on plain text by span corruption.",
-        shows="Show texts with their masked spans, before training on them. Flags and recipes are those of training.",
+        shows="Show texts with their masked spans, before training on them. Recipes are those of training.",
         settings=settings.DenoiseSettings,
         evaluation=settings.DenoiseEvaluation,
         home="flaxen.tasks.denoise:Denoise",
@@ -60,7 +62,7 @@ TASKS: dict[str, TaskRow] = {
     ),
     "seq2seq": TaskRow(
         about="Fine-tune T5, mT5, ByT5 or LongT5 on pairs of texts.",
-        shows="Show pairs as the model will see them. Flags and recipes are those of training.",
+        shows="Show pairs as the model will see them. Recipes are those of training.",
         settings=settings.Seq2SeqSettings,
         evaluation=settings.Seq2SeqEvaluation,
         home="flaxen.tasks.seq2seq:Seq2Seq",
@@ -69,7 +71,7 @@ TASKS: dict[str, TaskRow] = {
     ),
     "caption": TaskRow(
         about="Train a captioner, ViT + GPT-2, on images with captions.",
-        shows="Show which images there are, with their captions. Flags and recipes are those of training.",
+        shows="Show which images there are, with their captions. Recipes are those of training.",
         settings=settings.CaptionSettings,
         evaluation=settings.CaptionEvaluation,
         home="flaxen.tasks.caption:Caption",
@@ -78,7 +80,7 @@ TASKS: dict[str, TaskRow] = {
     ),
     "language": TaskRow(
         about="Train a Transformer-VQ or a GPT-2 to predict text, bytes or pixels.",
-        shows="Show pieces of what the model will predict. Flags and recipes are those of training.",
+        shows="Show pieces of what the model will predict. Recipes are those of training.",
         settings=settings.LanguageSettings,
         evaluation=settings.LanguageEvaluation,
         home="flaxen.tasks.language:Language",
@@ -132,10 +134,10 @@ def _default(known: dataclasses.Field, hint: Any, plain: Any) -> Any:
     return field(default_factory=lambda: hint(**values))
 
 
-def check_hidden(given: Settings, paths: tuple[str, ...]) -> None:
-    """Refuse settings of other tasks, where a recipe changes them."""
+def check_unused(given: Settings, paths: tuple[str, ...], where: str) -> None:
+    """Refuse settings that do nothing `where` this is said, if a recipe or a flag changes them."""
     plain = TASKS[given.task].settings(model=dataclasses.replace(given.model, image_size=None), out=given.out)
     for path in paths:
         value, default = (attrgetter(path)(one) for one in (given, plain))
         if value != default:
-            raise InputError(f"{path}={value!r} means nothing for the task {given.task}; leave it out")
+            raise InputError(f"{path}={value!r} does nothing {where}; leave it out")

@@ -11,7 +11,7 @@ import tyro
 
 from flaxen.cli.recipe import from_dict, to_dict
 from flaxen.cli.settings import Settings
-from flaxen.cli.tasks import TASKS, check_hidden
+from flaxen.cli.tasks import CODEBOOKS, TASKS, check_unused
 
 S = TypeVar("S", bound=Settings)
 
@@ -30,7 +30,8 @@ class Train(Generic[S]):
 
     def run(self, given: set[str]) -> None:
         settings = self.settings
-        check_hidden(settings, TASKS[settings.task].not_in_training)
+        if CODEBOOKS[0] in TASKS[settings.task].not_in_training:
+            check_unused(settings, CODEBOOKS, f"in the task {settings.task}")
         recorded = record(settings)
         if self.print_config:
             import tomli_w
@@ -66,4 +67,4 @@ def record(settings: Settings) -> dict[str, Any]:
 def completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Recorded settings with the defaults of those that there were not yet."""
     row = TASKS.get(recorded.get("task", "denoise"))
-    return record(from_dict(row.settings, recorded, "config.toml")) if row else recorded
+    return record(from_dict(row.settings, recorded, "config.toml of the run")) if row else recorded

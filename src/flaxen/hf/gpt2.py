@@ -93,8 +93,8 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
     weights = {
         "attention.qkv": ("attn.c_attn", joint),
         "attention.o": ("attn.c_proj", "(n h) d -> n h d"),
-        "mlp.wi": ("mlp.c_fc", ""),
-        "mlp.wo": ("mlp.c_proj", ""),
+        "mlp.wi": ("mlp.c_fc", "d f -> d f"),
+        "mlp.wo": ("mlp.c_proj", "f d -> f d"),
     }
     norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
     if config.cross:
@@ -105,7 +105,9 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
         }
         norms["cross_norm"] = "ln_cross_attn"
     for mine, (theirs, pattern) in weights.items():
-        of_bias = pattern.replace("d (", "(").replace("d p", "p").replace("d n", "n") if "-> d" in pattern else ""
+        # A bias has the axes of the output, whose heads are split.
+        split = "-> d" in pattern and "(" in pattern
+        of_bias = pattern.replace("d (", "(").replace("d p", "p").replace("d n", "n") if split else ""
         table.append(Row(f"layers.{mine}.weight", f"{layer}.{theirs}.weight", pattern))
         table.append(Row(f"layers.{mine}.bias", f"{layer}.{theirs}.bias", of_bias))
     for part in ("weight", "bias"):

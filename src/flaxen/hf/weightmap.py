@@ -46,9 +46,9 @@ class Row:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether their tensor has our axes in our order: inputs first."""
-        theirs, _, ours = self.pattern.partition("->")
-        return re.sub(r"[()]", " ", theirs).split() == ours.split()
+        """Whether a pattern says that their tensor has our axes in our order: inputs first."""
+        theirs, arrow, ours = self.pattern.partition("->")
+        return bool(arrow) and re.sub(r"[()]", " ", theirs).split() == ours.split()
 
     def _back(self, theirs: str) -> str:
         return f"{self.pattern.split('->')[1]} -> {theirs}"

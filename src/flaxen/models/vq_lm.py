@@ -164,11 +164,6 @@ class VQLM(nnx.Module):
         return self.embedding if self.head is None else self.head
 
 
-def recast(model: VQLM, config: Config) -> VQLM:
-    """The same weights, computed as another configuration says."""
-    return jax.tree.unflatten(jax.tree.structure(VQLM(config)), jax.tree.leaves(model))
-
-
 def empty(config: Config, rows: int) -> State:
     """The state before anything is read."""
     c, caches = config, ()

@@ -64,12 +64,15 @@ class Pretrained:
     def prompts(self) -> PromptReader:
         return PromptReader(self.family, self.config, self.tokenizer, self.processor)
 
-    @cached_property
+    @property
     def decoder(self) -> Decoder:
-        """The model with its weights laid out for decoding: once, for all that it is asked to generate."""
-        if self.family.decoder is None:
-            raise InputError(f"a {self.family.name} generates nothing by itself")
-        return prepare(self.family.decoder, self.model)
+        """The model with its weights laid out for decoding: once for all calls, unless it was changed in place."""
+        now = jax.tree.leaves(self.model)
+        then, decoder = self.__dict__.get("_prepared", ([], None))
+        if decoder is None or len(then) != len(now) or any(a is not b for a, b in zip(then, now)):
+            decoder = prepare(self.family.decoder, self.model)
+            self.__dict__["_prepared"] = (now, decoder)
+        return decoder
 
     def logits(self, inputs: Any, decoder_input_ids: Any = None, valid: Any = None) -> np.ndarray:
         """Logits [B, T, V]. A T5 takes input_ids [B, S] and decoder_input_ids [B, T], a captioner images and the
@@ -193,13 +196,15 @@ class Pretrained:
         return self.tokenizer.decode(ids) if self.tokenizer else None
 
     def _generator(self, given: dict[str, Any]) -> Generator:
-        decoder, options = self.decoder, make_options(given, self.generation)
+        if self.family.decoder is None:
+            raise InputError(f"a {self.family.name} generates nothing by itself")
+        options = make_options(given, self.generation)
         forced = (options.forced_bos_token_id, options.forced_eos_token_id)
         for one in (*forced, *(options.eos_token_id or ()), *(i for word in options.bad_words_ids for i in word)):
             if one is not None and not 0 <= one < self.config.vocab_size:
                 raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
-        return Generator(decoder, options, self.config.pad_id, eos)
+        return Generator(self.decoder, options, self.config.pad_id, eos)
 
 
 @jax.jit

@@ -24,7 +24,7 @@ from flaxen.metrics import captions as metrics
 from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import CaptionObjective, Writing
 from flaxen.tasks.sheet import Shown, write_sheet
-from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
+from flaxen.tasks.task import Batch, ModelFamily, Setup, Task, report_problems
 
 
 class Caption(Task):
@@ -88,6 +88,9 @@ class Caption(Task):
                 said.append(f"{cut:,} {name} captions are longer than {self.length} tokens and are cut")
         return said
 
+    def evaluation_notes(self, size: int) -> list[str]:
+        return self.notes(size)
+
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
         first, last, _ = rows.indices(size)
         numbers = examples(step, (first, last - first), size, self.examples, self.seed)
@@ -115,18 +118,21 @@ class Caption(Task):
         """Images that cannot be read: rows without a label that are no padding."""
         source = self.sets[part]
         lost = np.unique(batch["image"][(batch["labels"] < 0).all(axis=1)])
-        return [f"left out of {part}: {source.name(i)}: {_reason(source, i)}" for i in lost.tolist() if i >= 0]
+        return [self._problem(part, i, _reason(source, i)) for i in lost.tolist() if i >= 0]
+
+    def _problem(self, part: str, image: int, reason: str) -> str:
+        return f"left out of {part}: {self.sets[part].name(image)}: {reason}"
 
     def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
         smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         return model.loss(batch["pixels"], batch["labels"], smoothing=smoothing, z_loss=z_loss, key=key)[1], None
 
-    def written(self, model: Any, path: Path) -> dict[str, float]:
+    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
         """The contact sheet lies beside the predictions."""
         if not self.scores:
             return {}
         how = (self.writing.batch_size, self.writing.examples)
-        return self.generate_and_score(model, self._options, *how, path, path.with_suffix(".html"))
+        return self.generate_and_score(model, self._options, *how, path, path.with_suffix(".html"), skipped)
 
     def generate_and_score(
         self,
@@ -136,17 +142,21 @@ class Caption(Task):
         limit: int | None,
         path: Path | None = None,
         sheet: Path | None = None,
+        skipped: set[str] | None = None,
         part: str = "validation",
     ) -> dict[str, float]:
         """For all images that can be read; predictions and a contact sheet go to files."""
         source = self.sets[part]
         n = min(len(source), limit or len(source))
         lost: set[int] = set()
+        known = set[str]() if skipped is None else skipped
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for rows in groups(range(n), batch_size):
                 found, failed = pixels(source, np.maximum(rows, 0).tolist(), self.processor)
-                lost.update(int(rows[row]) for row, _ in failed)
+                for row, reason in failed:
+                    lost.add(int(rows[row]))
+                    report_problems([self._problem(part, int(max(rows[row], 0)), reason)], known)
                 yield rows, found
 
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id

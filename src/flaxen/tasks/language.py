@@ -218,6 +218,9 @@ class Language(Task):
             *self.architecture.notes(self.config),
         ]
 
+    def evaluation_notes(self, size: int) -> list[str]:
+        return self.notes(size)
+
     def show(self, batch: Batch, row: int) -> dict[str, str]:
         inputs, labels = batch["inputs"][row], batch["labels"][row]
         if self.data.shape:

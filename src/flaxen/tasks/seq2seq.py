@@ -132,7 +132,7 @@ class Seq2Seq(Task):
         how = {"smoothing": smoothing, "z_loss": z_loss, "key": key}
         return model.loss(batch["input_ids"], batch["labels"], *masks, **how)[1], None
 
-    def written(self, model: Any, path: Path) -> dict[str, float]:
+    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
         if not self.scores:
             return {}
         how = (self.writing.batch_size, self.writing.examples)
@@ -146,6 +146,7 @@ class Seq2Seq(Task):
         limit: int | None,
         path: Path | None = None,
         sheet: Path | None = None,
+        skipped: set[str] | None = None,
     ) -> dict[str, float]:
         """Predictions go to `path` with their references."""
         n = min(self.validation_examples, limit or self.validation_examples)

@@ -1,8 +1,9 @@
 """What the trainer and the commands know of a task: batches, a loss, metrics, and what to tell a person."""
 
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -87,8 +88,9 @@ class Task(ABC):
         """What else follows from the mean loss, such as bits per byte."""
         return {}
 
-    def written(self, model: Any, path: Path) -> dict[str, float]:
-        """Generate for validation examples, to the file `path`; `scores` of it. Nothing without scores."""
+    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
+        """Generate for validation examples, to the file `path`; `scores` of it. Nothing without scores. What cannot be
+        read is reported, unless it is in `skipped`, which it joins."""
         return {}
 
     def start(self, model: Any) -> Any:
@@ -110,6 +112,10 @@ class Task(ABC):
         """What a person should know of the data before it is trained on in batches of `size`."""
         return []
 
+    def evaluation_notes(self, size: int) -> list[str]:
+        """What a person should know of the data before it is evaluated on."""
+        return []
+
     def show(self, batch: Batch, row: int) -> dict[str, str]:
         """An example as text: what the model reads, what it should generate."""
         return {}
@@ -127,7 +133,22 @@ class Task(ABC):
         return f"{min(self.validation_examples, limit or self.validation_examples) - skipped:,} examples"
 
     def generate_and_score(
-        self, model: Any, options: Any, batch_size: int, limit: int | None, path: Path | None, sheet: Path | None
+        self,
+        model: Any,
+        options: Any,
+        batch_size: int,
+        limit: int | None,
+        path: Path | None = None,
+        sheet: Path | None = None,
+        skipped: set[str] | None = None,
     ) -> dict[str, float]:
         """Scores of what the model generates for the first `limit` validation examples; `path` and `sheet` get it."""
         return {}
+
+
+def report_problems(problems: Sequence[str], known: set[str]) -> None:
+    """Say what is skipped, once."""
+    for problem in problems:
+        if problem not in known:
+            known.add(problem)
+            print(problem, file=sys.stderr)

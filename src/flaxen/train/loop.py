@@ -2,7 +2,6 @@
 
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +14,7 @@ import numpy as np
 from flaxen.data.loader import ahead
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
-from flaxen.tasks.task import Batch, Task
+from flaxen.tasks.task import Batch, Task, report_problems
 from flaxen.train.checkpoint import Checkpoints
 from flaxen.train.display import Display, numbers, seconds
 from flaxen.train.run import Run
@@ -135,7 +134,7 @@ def _validated(stepper: Stepper, state: State, run: Run, step: int, skipped: set
     limits = (training.eval_rows, training.eval_examples)
     values = evaluate(task, stepper.score, state.model, *limits, skipped)
     if values and task.scores:
-        values |= task.written(stepper.model(state.model), run.new_predictions(step))
+        values |= task.written(stepper.model(state.model), run.new_predictions(step), skipped)
     if values and not math.isfinite(values["loss"]):
         raise Diverged(f"the validation loss is {values['loss']}", step, run.directory)
     return values
@@ -185,14 +184,6 @@ def evaluate(
             sums, carry = score(model, batch, carry)
             total += np.asarray(sums, np.float64)
     return task.metrics(Sums(*total)) if total[-1] else {}
-
-
-def report_problems(problems: Sequence[str], known: set[str]) -> None:
-    """Say what is skipped, once."""
-    for problem in problems:
-        if problem not in known:
-            known.add(problem)
-            print(problem, file=sys.stderr)
 
 
 class Memory:
