@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 from commands import child
 
-STEPS = 40
-KILLS = 3
+STEPS = 60
+KILLS = 5
 CONFIG = {
     "model_type": "t5", "d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
     "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "tie_word_embeddings": False,
@@ -44,7 +44,7 @@ def flags(material: Path, out: Path, *more: str) -> list[str]:
         "--model.config", str(material / "config.json"), "--model.tokenizer", "bytes",
         "--data.train", str(material / "text.txt"), "--data.cache", str(material / "cache"),
         "--objective.input-length", "64", "--training.batch-size", "8", "--training.steps", str(STEPS),
-        "--training.log-every", "1", "--training.eval-every", "20", "--training.save-every", "4", *more,
+        "--training.log-every", "1", "--training.eval-every", "20", "--training.save-every", "7", *more,
     ]  # fmt: skip
 
 
