@@ -98,7 +98,7 @@ def train(
             if stopping:
                 checkpoints.wait()
                 name = signal.Signals(received[0]).name
-                display.line(f"saved step {step:,} on {name}; the same command goes on from it")
+                display.line(f"saved step {step:,} on {name}; rerun the command to resume")
                 raise SystemExit(128 + received[0])
             speed.start(step - done)
 
