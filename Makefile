@@ -6,7 +6,7 @@ BIN := .venv/bin
 FAST := data metrics hf/test_files.py hf/test_t5.py nn/test_layers.py nn/test_loss.py generate/test_options.py \
 	generate/test_batches.py generate/test_processors.py tasks/test_denoise.py tasks/test_language.py tasks/test_sheet.py \
 	train/test_checkpoint.py train/test_run.py train/test_tracking.py cli/test_recipe.py cli/test_vocab.py \
-	cli/test_bench.py test_imports.py test_recipes.py test_tree.py test_host.py
+	cli/test_bench.py test_imports.py test_recipes.py test_tree.py test_malloc.py
 
 .PHONY: demo parity test check lint bench bench-peers clean
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from flaxen.data.span_corruption import Lengths, corrupt, lengths
+from flaxen.data.span_corruption import SpanLengths, corrupt, lengths
 
 ROWS, INPUT_LENGTH, DENSITY, MEAN_SPAN = 256, 512, 0.15, 3.0
 VOCABULARY, EOS = 32_100, 1
@@ -58,7 +58,7 @@ def speed(system: Callable[[int], object], steps: int) -> float:
     return steps * ROWS / (time.process_time() - start)
 
 
-def collate(rows: list[np.ndarray], size: Lengths) -> tuple[np.ndarray, np.ndarray]:
+def collate(rows: list[np.ndarray], size: SpanLengths) -> tuple[np.ndarray, np.ndarray]:
     """The old collator's work: a mask for each row in turn, then sentinels for the whole batch."""
     ids = np.array(rows)
     noise = np.asarray([noise_mask(size.raw) for _ in rows])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flaxen.data.stream_store import Measure
+from flaxen.data.stream_store import TextSize
 
 
 @dataclass(frozen=True)
@@ -20,5 +20,5 @@ class Ids:
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         return np.stack([self.ids[s : s + length] for s in starts]) if len(starts) else np.empty((0, length), np.int32)
 
-    def measured(self) -> Measure:
-        return Measure(len(self), 0, len(self))
+    def measured(self) -> TextSize:
+        return TextSize(len(self), 0, len(self))

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "flaxen"
 ALLOWED = {
     "tree": set(),
     "errors": set(),
-    "host": set(),
+    "malloc": set(),
     "atomic": set(),
     "metrics": {"errors"},
     "nn": {"tree"},
@@ -37,7 +37,7 @@ ALLOWED = {
         "metrics",
         "tree",
         "errors",
-        "host",
+        "malloc",
         "atomic",
         "",
     },

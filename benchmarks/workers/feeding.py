@@ -29,13 +29,13 @@ def main() -> None:
 
     from flaxen import families
     from flaxen.data.corpus import Corpus
-    from flaxen.data.loader import ahead
+    from flaxen.data.prefetch import prefetch
     from flaxen.data.store import open_corpus
     from flaxen.data.tokenizers import load_tokenizer
     from flaxen.models.t5 import T5, Config
     from flaxen.nn.param import initialise
     from flaxen.tasks.denoise import Denoise
-    from flaxen.tasks.objective import Objective
+    from flaxen.tasks.objective import DenoiseObjective
     from flaxen.train.settings import Optimizer, Schedule, Training
     from flaxen.train.step import Stepper
 
@@ -48,7 +48,13 @@ def main() -> None:
     training = Training(steps=10**6, batch_size=8)
     train, validation = open_corpus(Corpus((str(flags.text),), cache=flags.scratch), tokenizer, progress=False)
     task = Denoise(
-        families.T5, config, Objective(input_length=32 if flags.tiny else 256), tokenizer, train, validation, seed=0
+        families.T5,
+        config,
+        DenoiseObjective(input_length=32 if flags.tiny else 256),
+        tokenizer,
+        train,
+        validation,
+        seed=0,
     )
     stepper = Stepper(task, Optimizer("adamw", learning_rate=1e-4), Schedule("constant", warmup=0), training)
     state = stepper.start(initialise(T5(config), seed=0))
@@ -75,7 +81,7 @@ def main() -> None:
         float(report.norm)
 
     constant = make(0)
-    with closing(ahead(make, count())) as fresh:  # type: ignore[type-var]
+    with closing(prefetch(make, count())) as fresh:  # type: ignore[type-var]
         feeds: dict[str, Iterator[Any]] = {"constant": repeat(constant), "loader": fresh}
         for batches in feeds.values():
             steps(batches, 3)

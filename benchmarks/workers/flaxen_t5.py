@@ -17,9 +17,9 @@ def main() -> None:
 def run(worker: Worker, most: int) -> None:
     """The workload of an encoder-decoder, the batch of a loss in so many pieces if it can be."""
     from flaxen.cli import process
-    from flaxen.host import settle_memory
+    from flaxen.malloc import restart_with_tuned_malloc
 
-    settle_memory()  # as the flaxen command does
+    restart_with_tuned_malloc()  # as the flaxen command does
     process.cache_compilations()
     import jax
     import numpy as np

@@ -67,10 +67,10 @@ def with_transformers(table: Path) -> tuple[int, Read]:
 def with_flaxen(table: Path, threads: int) -> tuple[int, Read]:
     """Batch by batch, as training asks for them."""
     from flaxen.data.captions import Captions, pixels, read_captions
-    from flaxen.data.images import Processor
+    from flaxen.data.images import ImageProcessor
 
     captions = read_captions(Captions(train=(str(table),)).train_source())
-    processor = Processor.default(SIZE)
+    processor = ImageProcessor.default(SIZE)
 
     def read(first: int, last: int) -> Iterator[np.ndarray]:
         for start in range(first, last, BATCH):

@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[TextIO]:
+def atomic_file(path: Path) -> Iterator[TextIO]:
     """A text file that takes its name, and the place of an older one, when the block has succeeded."""
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 from flaxen.hf import captioner as hf_captioner
 from flaxen.hf import gpt2 as hf_gpt2
 from flaxen.hf import t5 as hf_t5
@@ -190,6 +190,6 @@ def preset(name: str) -> Any:
     configs = []
     for part in name.split("+"):
         if part not in PRESETS:
-            raise InputError(f"no preset {part!r}{nearest(part, PRESETS)}; there are {', '.join(PRESETS)}")
+            raise InputError(f"no preset {part!r}{did_you_mean(part, PRESETS)}; there are {', '.join(PRESETS)}")
         configs.append(PRESETS[part])
     return configs[0] if len(configs) == 1 else joined(*configs)

@@ -80,7 +80,7 @@ def test_a_read_only_place(measured: list[Any], monkeypatch: pytest.MonkeyPatch)
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(bench, "whole_file", refuse)
+    monkeypatch.setattr(bench, "atomic_file", refuse)
     with pytest.raises(InputError, match=r"--out bench.png cannot be written: .*Permission denied"):
         BenchLanguage(out=Path("bench.png")).run(set())
     assert not measured

@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 from commands import command
-from pictures import GPT2, VIT, make_gpt2, make_vit
 from PIL import Image
+from vision_models import GPT2, VIT, make_gpt2, make_vit
 
 import flaxen
 from flaxen.cli.demo_caption import COLOURS, Scene, _write_vocabulary, picture
@@ -50,7 +50,7 @@ def flags(material: Path, out: Path, *more: object) -> list[object]:
         "--data.validation-percent", "20", "--objective.length", "16", "--optimizer.learning-rate", "3e-3",
         "--training.batch-size", "8", "--training.steps", "8", "--training.log-every", "1",
         "--training.eval-every", "4", "--training.save-every", "3", "--training.keep-best", "cider",
-        "--writing.examples", "8", "--writing.batch-size", "4", *more,
+        "--generation.examples", "8", "--generation.batch-size", "4", *more,
     ]  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def test_bad_pictures_do_not_stop_a_run(material: Path, tmp_path: Path) -> None:
     rows.append({"image": "images/0.png", "caption": "red " * 5000})
     (material / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = ["--data.train", material / "bad.jsonl", "--data.validation", material / "captions.jsonl"]
-    once = ["--training.eval-every", "0", "--writing.examples", "0", "--training.keep-best", "loss"]
+    once = ["--training.eval-every", "0", "--generation.examples", "0", "--training.keep-best", "loss"]
     done = command(*flags(material, tmp_path / "run", *more, *once))
     assert done.code == 0, done.err
     for told in ("cut.png", "empty.png", "none.png", "1 training captions were there twice", "longer than 16 tokens"):

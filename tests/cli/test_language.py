@@ -180,12 +180,12 @@ def test_pictures(text: Path) -> None:
     last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["bits_per_dim"] == pytest.approx(last["loss"] / math.log(2))
     # Hot enough that special ids would come: about one number in a hundred.
-    run("generate", "run/model", "--pictures", "5", "--out", "drawn", "--do-sample", "--temperature", "50")
+    run("generate", "run/model", "--sample-images", "5", "--out", "drawn", "--do-sample", "--temperature", "50")
     assert sorted(path.name for path in Path("drawn").iterdir()) == [*(f"000{i}.png" for i in range(5)), "grid.png"]
     for name, size in (("0000", (4, 4)), ("grid", (16, 11))):
         with Image.open(f"drawn/{name}.png") as picture:
             assert picture.size == size
-    drawing = ("generate", "run/model", "--pictures")
+    drawing = ("generate", "run/model", "--sample-images")
     run(*drawing, "2", "--out", "drawn", "--do-sample", "--nucleus", "0.9")  # in the place of the five
     assert sorted(path.name for path in Path("drawn").iterdir()) == ["0000.png", "0001.png", "grid.png"]
     for flags, message in (
@@ -193,7 +193,7 @@ def test_pictures(text: Path) -> None:
         (("-1", "--out", "x"), "positive number"),
         (("2", "--out", "x", "--num-beams", "2"), "--num-beams is not for pictures"),
         (("2", "--out", "x", "--no-do-sample"), "--no-do-sample is not for pictures"),
-        (("2", "--out", "x", "--json"), "--json is not for --pictures"),
+        (("2", "--out", "x", "--json"), "--json is not for --sample-images"),
         (("2", "--out", "pictures.npy"), "exists and is no directory with grid.png"),
     ):
         fails((*drawing, *flags), message)

@@ -7,7 +7,7 @@ import pytest
 from commands import command
 
 import flaxen
-from flaxen.cli.prompts import PromptFile, Resumable, windows
+from flaxen.cli.prompts import PromptFile, ResumableLines, windows
 from flaxen.errors import InputError
 from flaxen.pretrained import Pretrained
 
@@ -57,11 +57,11 @@ def test_a_killed_generation_goes_on(byt5: Path, tmp_path: Path, monkeypatch: py
 def test_other_settings_begin_anew(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     for key, items in (({"a": 1}, 0), ({"a": 1}, 2), ({"a": 2}, 0)):
-        file = Resumable(path, key, 1)
+        file = ResumableLines(path, key, 1)
         assert file.items == items
         file.write(["x"] * (2 - items))
         file.close()
-    file = Resumable(path, {"a": 2}, 1)
+    file = ResumableLines(path, {"a": 2}, 1)
     file.finish()
     assert [one.name for one in tmp_path.iterdir()] == ["out.jsonl"]
 

@@ -10,16 +10,16 @@ import tyro
 
 from flaxen.cli import recipe
 from flaxen.cli.settings import DenoiseSettings as Settings
-from flaxen.cli.settings import Start
+from flaxen.cli.settings import ModelSettings
 from flaxen.data.corpus import Corpus
 from flaxen.errors import InputError
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import DenoiseObjective
 from flaxen.train.settings import Optimizer, Schedule, Tracking, Training
 
 # Nothing at its default, so that a field that is lost shows.
 EVERYTHING = Settings(
     out=Path("runs") / "a run",
-    model=Start(init="some/model", tokenizer="bytes", compute="bfloat16", dropout=0.25, remat=True),
+    model=ModelSettings(init="some/model", tokenizer="bytes", compute="bfloat16", dropout=0.25, remat=True),
     data=Corpus(
         train=("a.txt", "b *.jsonl"),
         validation=("c.txt",),
@@ -33,7 +33,7 @@ EVERYTHING = Settings(
         invalid="replace",
         cache=Path("some/tokens"),
     ),
-    objective=Objective(input_length=96, density=0.3, mean_span=4.5, z_loss=1e-4),
+    objective=DenoiseObjective(input_length=96, noise_density=0.3, mean_span=4.5, z_loss=1e-4),
     optimizer=Optimizer(
         "muon",
         3e-4,
@@ -64,7 +64,7 @@ EVERYTHING = Settings(
     ),
     tracking=Tracking(tensorboard=True, wandb="w", trackio="t", name="n"),
 )
-LEAST = Settings(out=Path("run"), model=Start(preset="t5-small"))
+LEAST = Settings(out=Path("run"), model=ModelSettings(preset="t5-small"))
 
 
 @pytest.mark.parametrize("settings", [EVERYTHING, LEAST], ids=["everything", "defaults"])
@@ -97,7 +97,7 @@ def test_a_recipe_is_the_default_of_the_flags(tmp_path: Path) -> None:
     flags = ["--out", "run", "--optimizer.learning-rate", "2.5"]
     chosen = tyro.cli(Command, args=flags, default=read)
     assert (chosen.out, chosen.optimizer.learning_rate) == (Path("run"), 2.5)
-    assert chosen.model == Start(preset="t5-small")
+    assert chosen.model == ModelSettings(preset="t5-small")
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_a_recipe_is_the_default_of_the_flags(tmp_path: Path) -> None:
         ("[training]\nsteps = true", "steps must be int, got True"),
         ("[training]\nkeep_best = 3", "keep_best must be str, got 3"),
         ("[model]\nremat = 1", "remat must be bool, got 1"),
-        ("[objective]\ndensity = true", "density must be float, got True"),
-        ('[objective]\ndensity = "much"', "density must be float, got 'much'"),
+        ("[objective]\nnoise_density = true", "noise_density must be float, got True"),
+        ('[objective]\nnoise_density = "much"', "noise_density must be float, got 'much'"),
         ("[data]\ntrain = [3]", "train must be str, got 3"),
         ("[data]\ncache = 3", "cache must be Path, got 3"),
         ("training = 5", "training must be a table, got 5"),

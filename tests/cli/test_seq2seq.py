@@ -46,7 +46,7 @@ def flags(material: Path, out: Path, *more: object) -> list[object]:
         "--objective.source-length", "32", "--objective.target-length", "8", "--objective.shapes", "1",
         "--optimizer.name", "adamw", "--training.batch-size", "8", "--training.steps", "8", "--training.log-every", "1",
         "--training.eval-every", "4", "--training.save-every", "3", "--training.keep-best", "exact_match",
-        "--writing.examples", "6", "--writing.max-new-tokens", "4", *more,
+        "--generation.examples", "6", "--generation.max-new-tokens", "4", *more,
     ]  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_a_killed_run_ends_bit_for_bit_alike(material: Path, tmp_path: Path) -> 
         (["--objective.source-length", "12", "--objective.long", "error"], "more than objective.source_length=12"),
         (["--data.train", "{material}/none.jsonl"], "no file"),
         (["--training.keep-best", "rouge9"], "keep_best='rouge9' is not measured"),
-        (["--writing.num-beams", "0"], "num_beams"),
+        (["--generation.num-beams", "0"], "num_beams"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )

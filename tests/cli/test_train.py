@@ -24,7 +24,7 @@ from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.data.vocabulary import train_bpe
 from flaxen.models.t5 import Config
 from flaxen.tasks.denoise import Denoise
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import DenoiseObjective
 from flaxen.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.optimised
@@ -187,7 +187,9 @@ def test_a_start_from_a_checkpoint_of_transformers(material: Path, byt5: Path, t
     assert done.code == 0, done.err
     corpus = Corpus((str(material / "text.txt"),), cache=material / "cache")
     tokenizer = ByteTokenizer()
-    task = Denoise(families.T5, Config(), Objective(32, mean_span=3.0), tokenizer, *open_corpus(corpus, tokenizer), 0)
+    task = Denoise(
+        families.T5, Config(), DenoiseObjective(32, mean_span=3.0), tokenizer, *open_corpus(corpus, tokenizer), 0
+    )
     batch = {name: torch.tensor(array.astype(np.int64)) for name, array in task.batch(0, 4).items()}
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(byt5).eval()
     with torch.no_grad():
@@ -288,7 +290,7 @@ BAD = {
     "no sentinels": (["--model.tokenizer", "{tmp}/bare"], 1, "the tokenizer has no sentinels"),
     "no tokenizer": (["--model.tokenizer", "{tmp}/empty"], 1, "holds no tokenizer"),
     "too many holes": (
-        ["--objective.input-length", "256", "--objective.density", "0.5", "--objective.mean-span", "1"],
+        ["--objective.input-length", "256", "--objective.noise-density", "0.5", "--objective.mean-span", "1"],
         1, "have 127 holes and the tokenizer only 100 sentinels; lower objective.input_length or raise",
     ),
     "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 cannot be computed in 3 equal pieces"),

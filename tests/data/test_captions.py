@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from flaxen.data.captions import Captions, CaptionSet, open_captions, pixels
-from flaxen.data.images import Processor, Unreadable
+from flaxen.data.images import ImageProcessor, UnreadableImage
 from flaxen.errors import InputError
 
 Rows = list[dict[str, Any]]
@@ -308,8 +308,8 @@ def test_texts_are_the_captions(folder: Path) -> None:
 def test_pixels(folder: Path, workers: int) -> None:
     (folder / "bad.png").write_text("not an image")
     path = write(folder / "a.jsonl", [*ROWS, {"image": "bad.png", "caption": "bad"}])
-    found, processor = read(path), Processor.default((4, 5))
-    with pytest.raises(Unreadable):
+    found, processor = read(path), ImageProcessor.default((4, 5))
+    with pytest.raises(UnreadableImage):
         found.image(3)
     batch, failed = pixels(found, np.array([2, 3, 0, 2]), processor, workers)
     assert batch.shape == (4, 3, 4, 5)
@@ -321,7 +321,7 @@ def test_pixels(folder: Path, workers: int) -> None:
     with pytest.raises(InputError, match=r"cannot read the image 'bad.png': no image.*--data.unreadable skip"):
         pixels(read(path, unreadable="error"), [0, 3], processor, workers)
     with pytest.raises(InputError, match="different shapes"):
-        pixels(found, [0], Processor(size=None), workers)
+        pixels(found, [0], ImageProcessor(size=None), workers)
     assert pixels(read(path, max_pixels=5), [0], processor)[1] == [(0, "7 x 6 pixels, more than 5")]
 
 
@@ -329,7 +329,7 @@ def test_pixels(folder: Path, workers: int) -> None:
 def test_memory_does_not_grow_with_the_images(tmp_path: Path, kind: str) -> None:
     file = io.BytesIO()
     Image.linear_gradient("L").convert("RGB").resize((128, 128)).save(file, "PNG")
-    plain, processor = file.getvalue(), Processor.default(16)  # 1 kB in the file, 50 kB decoded
+    plain, processor = file.getvalue(), ImageProcessor.default(16)  # 1 kB in the file, 50 kB decoded
 
     def used(count: int) -> tuple[int, int]:
         """What an open set takes of Python's memory, and what the process has after all images."""

@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 
 from flaxen.cli import process
-from flaxen.data.images import Processor, Unreadable, open_image
+from flaxen.data.images import ImageProcessor, UnreadableImage, open_image
 from flaxen.errors import InputError
 
 VIT = {"image_processor_type": "ViTImageProcessor"}
@@ -47,10 +47,10 @@ def theirs(directory: Path, fields: dict[str, Any]) -> Any:
 def same_pixels(directory: Path, fields: dict[str, Any], sizes: list[tuple[int, int]] = SIZES) -> None:
     """Ours are transformers', and transformers reads what we write as the same."""
     reference = theirs(directory / "theirs", fields)
-    ours = Processor.read(directory / "theirs")
+    ours = ImageProcessor.read(directory / "theirs")
     assert ours is not None
     written = theirs(directory / "ours", ours.to_json())
-    assert Processor.read(directory / "ours") == ours
+    assert ImageProcessor.read(directory / "ours") == ours
     for seed, (height, width) in enumerate(sizes):
         image = picture(height, width, seed)
         expected = reference(image, return_tensors="np")["pixel_values"][0]
@@ -102,20 +102,20 @@ def test_transparent_images_are_laid_on_white_where_transformers_does(tmp_path: 
     fields = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 20}, "crop_size": 20}
     image = Image.fromarray(noise(30, 40, 4))
     expected = theirs(tmp_path, fields)(image, return_tensors="np")["pixel_values"][0]
-    np.testing.assert_array_equal(Processor.from_json(fields)(image), expected)
+    np.testing.assert_array_equal(ImageProcessor.from_json(fields)(image), expected)
     with pytest.raises(InputError, match="expected an RGB image, got mode RGBA; read it with open_image"):
-        Processor()(image)
+        ImageProcessor()(image)
 
 
 def test_the_default_is_that_of_vit(tmp_path: Path) -> None:
-    assert Processor.default(224) == Processor.from_json(VIT) == Processor()
-    assert Processor.default((32, 48)).shape == (32, 48)
-    assert Processor.read(tmp_path) is None
+    assert ImageProcessor.default(224) == ImageProcessor.from_json(VIT) == ImageProcessor()
+    assert ImageProcessor.default((32, 48)).shape == (32, 48)
+    assert ImageProcessor.read(tmp_path) is None
 
 
 def test_a_processor_within_a_processor_is_found(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**VIT, "size": 16}}))
-    assert Processor.read(tmp_path) == Processor.default(16)
+    assert ImageProcessor.read(tmp_path) == ImageProcessor.default(16)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_processor_within_a_processor_is_found(tmp_path: Path) -> None:
 )
 def test_fields_that_are_not_computed_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        Processor.from_json(fields, "x.json")
+        ImageProcessor.from_json(fields, "x.json")
     assert str(caught.value).startswith("x.json: ")
 
 
@@ -149,12 +149,12 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     for text in ("{", "[]"):
         (tmp_path / "preprocessor_config.json").write_text(text)
         with pytest.raises(InputError, match=r"preprocessor_config\.json"):
-            Processor.read(tmp_path)
+            ImageProcessor.read(tmp_path)
 
 
 def test_a_thread_of_an_image_is_not_blown_up() -> None:
-    clip = Processor.from_json({"image_processor_type": "CLIPImageProcessor"})
-    with pytest.raises(Unreadable, match="too narrow: 1 x 30,000"):
+    clip = ImageProcessor.from_json({"image_processor_type": "CLIPImageProcessor"})
+    with pytest.raises(UnreadableImage, match="too narrow: 1 x 30,000"):
         clip(Image.new("RGB", (1, 30_000)))
 
 
@@ -195,7 +195,7 @@ def test_every_mode_opens_as_rgb(tmp_path: Path, kind: str) -> None:
         image = open_image(data if kind == "bytes" else tmp_path / "image")
         assert image.mode == "RGB", name
         np.testing.assert_array_equal(np.asarray(image), expected, err_msg=name)
-        assert Processor.default(8)(image).shape == (3, 8, 8)
+        assert ImageProcessor.default(8)(image).shape == (3, 8, 8)
 
 
 def test_a_cmyk_jpeg_is_what_transformers_opens(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         process.quiet_images()  # as the command does
         for message, data in cases.items():
             start = time.perf_counter()
-            with pytest.raises(Unreadable, match=message):
+            with pytest.raises(UnreadableImage, match=message):
                 open_image(data)
             assert time.perf_counter() - start < 1  # the large ones are not decoded
     assert not [str(one) for one in heard]
@@ -254,14 +254,14 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     files = {"missing": "No such file", "empty": "the file is empty", ".": "not a file", "pipe": "not a file"}
     for name, message in files.items():
-        with pytest.raises(Unreadable, match=message):
+        with pytest.raises(UnreadableImage, match=message):
             open_image(tmp_path / name)
 
 
 def test_max_pixels(tmp_path: Path) -> None:
     data = encoded(picture(20, 30), "PNG")
     assert open_image(data, 600).size == (30, 20)
-    with pytest.raises(Unreadable, match="30 x 20 pixels, more than 599"):
+    with pytest.raises(UnreadableImage, match="30 x 20 pixels, more than 599"):
         open_image(data, 599)
 
 
@@ -273,6 +273,6 @@ def test_damage_never_raises_anything_else(kind: str) -> None:
         damaged = bytearray(whole)
         for place in rng.integers(0, len(whole), 6):
             damaged[place] = rng.integers(256)
-        with contextlib.suppress(Unreadable):
+        with contextlib.suppress(UnreadableImage):
             seen.add(open_image(bytes(damaged[: rng.integers(1, len(whole) + 1)]), 1 << 20).mode)
     assert seen <= {"RGB"}

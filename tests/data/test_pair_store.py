@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxen.data.pair_store import WINDOW, Groups, Lengths, fitting, open_pairs, pack, shapes
+from flaxen.data.pair_store import WINDOW, Groups, PairLengths, fitting, open_pairs, pack, shapes
 from flaxen.data.pairs import Pairs
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
@@ -23,9 +23,9 @@ def test_pairs_come_back_as_tokens(tmp_path: Path) -> None:
     train, validation = open_pairs(pairs, ByteTokenizer())
     assert (len(train), len(validation)) == (17, 2)
     assert validation.lengths.tolist() == [[2, 20], [3, 19]]
-    source, target = train.pair(0, Lengths(100, 100))
+    source, target = train.pair(0, PairLengths(100, 100))
     assert (ByteTokenizer().decode(source.tolist()), ByteTokenizer().decode(target.tolist())) == ("sss", "t" * 17)
-    source, target = train.pair(5, Lengths(4, 3))
+    source, target = train.pair(5, PairLengths(4, 3))
     assert source.tolist() == [ByteTokenizer().encode("s")[0]] * 3 + [1]
     assert target.tolist()[-1] == 1
     assert len(target) == 3
@@ -68,7 +68,7 @@ def test_shapes_are_few_and_hold_everything(lengths: list[int], count: int) -> N
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=80))
 def test_packing_loses_nothing_and_fits(lengths: list[tuple[int, int]]) -> None:
-    limits = Lengths(64, 24)
+    limits = PairLengths(64, 24)
     rows = pack(np.array(lengths), limits)
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     for row in rows:
@@ -77,11 +77,11 @@ def test_packing_loses_nothing_and_fits(lengths: list[tuple[int, int]]) -> None:
 
 
 def test_packing_fills_rows() -> None:
-    rows = pack(LENGTHS, Lengths(512, 512))
+    rows = pack(LENGTHS, PairLengths(512, 512))
     # Two lengths at a time: rows end where either has no room. One alone would fill 0.97.
     assert LENGTHS.sum(axis=0).max() / (512 * len(rows)) > 0.8
     alone = LENGTHS * [1, 0] + [0, 1]
-    assert alone[:, 0].sum() / (512 * len(pack(alone, Lengths(512, 512)))) > 0.97
-    assert pack(np.zeros((0, 2), np.int64), Lengths(4, 4)) == []
+    assert alone[:, 0].sum() / (512 * len(pack(alone, PairLengths(512, 512)))) > 0.97
+    assert pack(np.zeros((0, 2), np.int64), PairLengths(4, 4)) == []
     with pytest.raises(InputError, match="longer than a row"):
-        pack(LENGTHS, Lengths(100, 512))
+        pack(LENGTHS, PairLengths(100, 512))

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from flaxen.data.pixels import open_pixels
 from flaxen.data.stream_store import open_streams
-from flaxen.data.streams import Streamed
+from flaxen.data.streams import LanguageData
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
 
@@ -124,4 +124,4 @@ def test_damaged_gzip(first: int, last: int, tmp_path: Path) -> None:
     path = tmp_path / "a.gz"
     path.write_bytes(data[:first] if not last else damaged(data, first % len(data), last % len(data)))
     with pytest.raises(InputError, match=r"a\.gz cannot be read"):
-        open_streams(Streamed(train=(str(path),), kind="bytes"), ByteTokenizer.plain())
+        open_streams(LanguageData(train=(str(path),), kind="bytes"), ByteTokenizer.plain())

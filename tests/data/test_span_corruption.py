@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from flaxen.data.span_corruption import Lengths, corrupt, draw_ends, lengths, restore
+from flaxen.data.span_corruption import SpanLengths, corrupt, draw_ends, lengths, restore
 from flaxen.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from flaxen.errors import InputError
 
@@ -20,7 +20,7 @@ SENTINELS = tuple(range(32_099, 31_999, -1))
 EOS = 1
 T5 = lengths(512, 0.15, 3.0)
 # 15 x 10 ways to cut 7 kept and 6 noise tokens: few enough to count every one.
-SMALL = Lengths(raw=13, noise=6, spans=3, inputs=11, targets=10)
+SMALL = SpanLengths(raw=13, noise=6, spans=3, inputs=11, targets=10)
 # Seeds are fixed, so these tests pass always or never; a right implementation would fail one in a million.
 UNLIKELY = 1e-6
 
@@ -63,15 +63,15 @@ def test_lengths_are_those_of_t5(arguments: tuple[int, float, float], raw: int, 
     assert (found.raw, found.inputs, found.targets) == (raw, arguments[0], targets)
 
 
-def slow_lengths(input_length: int, density: float, mean_span: float) -> Lengths:
+def slow_lengths(input_length: int, noise_density: float, mean_span: float) -> SpanLengths:
     best = None
     for raw in range(2, 40 * input_length):
-        noise = int(np.clip(np.round(raw * density), 1, raw - 1))
+        noise = int(np.clip(np.round(raw * noise_density), 1, raw - 1))
         spans = int(np.clip(np.round(noise / mean_span), 1, min(noise, raw - noise)))
-        row = Lengths(raw, noise, spans, raw - noise + spans + 1, noise + spans + 1)
+        row = SpanLengths(raw, noise, spans, raw - noise + spans + 1, noise + spans + 1)
         if row.inputs > input_length:
             break
-        if density != 0.5 or row.targets <= row.inputs:
+        if noise_density != 0.5 or row.targets <= row.inputs:
             best = row
     assert best is not None
     return best
@@ -83,9 +83,9 @@ mean_spans = st.one_of(st.sampled_from([1.0, 3.0, 20.0]), st.floats(1, 64))
 
 @settings(deadline=None)
 @given(st.integers(4, 600), densities, mean_spans)
-def test_lengths_are_the_largest_that_fit(input_length: int, density: float, mean_span: float) -> None:
-    found = lengths(input_length, density, mean_span)
-    assert found == slow_lengths(input_length, density, mean_span)
+def test_lengths_are_the_largest_that_fit(input_length: int, noise_density: float, mean_span: float) -> None:
+    found = lengths(input_length, noise_density, mean_span)
+    assert found == slow_lengths(input_length, noise_density, mean_span)
     assert found.inputs <= input_length
     assert 1 <= found.spans <= min(found.noise, found.raw - found.noise)
 
@@ -114,9 +114,9 @@ def test_wrong_settings_are_named(arguments: tuple[int, float, float], message: 
 @settings(deadline=None)
 @given(st.integers(4, 400), densities, mean_spans, st.integers(0, 40), st.integers(0, 2**63), st.data())
 def test_restore_inverts_corrupt(
-    input_length: int, density: float, mean_span: float, rows: int, seed: int, data: st.DataObject
+    input_length: int, noise_density: float, mean_span: float, rows: int, seed: int, data: st.DataObject
 ) -> None:
-    size = lengths(input_length, density, mean_span)
+    size = lengths(input_length, noise_density, mean_span)
     sentinels = tuple(range(100_000, 100_000 - size.spans, -1))
     dtype = data.draw(st.sampled_from([np.uint16, np.int32, np.int64]))
     # Few distinct ids, eos and pad among them: the inverse may not rely on what the text says.
@@ -211,11 +211,11 @@ def slow_corrupt(row: np.ndarray, kept: np.ndarray, noise: np.ndarray) -> tuple[
         lengths(40, 0.9, 3.0),  # as many spans as kept tokens
         lengths(60, 0.15, 50.0),  # one span
         lengths(4, 0.15, 3.0),
-        Lengths(raw=6, noise=3, spans=3, inputs=7, targets=7),  # nothing to choose
+        SpanLengths(raw=6, noise=3, spans=3, inputs=7, targets=7),  # nothing to choose
     ],
 )
 @pytest.mark.parametrize("rows", [0, 1, 33, 64])
-def test_equals_t5_row_by_row(size: Lengths, rows: int) -> None:
+def test_equals_t5_row_by_row(size: SpanLengths, rows: int) -> None:
     raw = rows_of(rows, size.raw)
     inputs, targets = corrupt(raw, size, SENTINELS, EOS, (1, 2))
     for row, kept, noise, read, written in zip(raw, *draw_ends(size, rows, (1, 2)), inputs, targets):

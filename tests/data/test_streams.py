@@ -9,8 +9,8 @@ from ids import Ids
 from vq_goldens import golden
 
 from flaxen.data.pixels import open_pixels
-from flaxen.data.stream_store import Bytes, Measure, open_streams, pieces, sequences
-from flaxen.data.streams import Streamed
+from flaxen.data.stream_store import ByteStream, TextSize, open_streams, pieces, sequences
+from flaxen.data.streams import LanguageData
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
 
@@ -39,7 +39,7 @@ def test_pipeline_golden() -> None:
 
 
 def test_pieces_of_a_sequence_are_the_sequence() -> None:
-    stream = Bytes(np.arange(100, dtype=np.uint8), 0, 100)
+    stream = ByteStream(np.arange(100, dtype=np.uint8), 0, 100)
     inputs, targets = sequences(stream, np.array([0, 2]), 40, 1, 0)
     parts = [pieces(stream, np.array([0, 80]) + at, np.full(2, at > 0), 10, 1, 0) for at in range(0, 40, 10)]
     np.testing.assert_array_equal(np.concatenate([p[0] for p in parts], 1)[0], inputs[0])
@@ -53,28 +53,30 @@ def test_splits_are_exact(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(data.tobytes())
     (tmp_path / "b.gz").write_bytes(gzip.compress(data.tobytes()))
     for name in ("a.bin", "b.gz"):
-        opened = open_streams(Streamed(train=(str(tmp_path / name),), kind="bytes"), BYTES)
+        opened = open_streams(LanguageData(train=(str(tmp_path / name),), kind="bytes"), BYTES)
         parts = [stream.rows(np.array([0]), len(stream))[0] for stream in opened.splits.values()]
         assert [len(part) for part in parts] == [900, 50, 50]
         np.testing.assert_array_equal(np.concatenate(parts), data.astype(np.int32) + 3)
-    counted = Streamed(train=(str(tmp_path / "a.bin"),), kind="bytes", shares=(937.0, 63.0, 0.0))
+    counted = LanguageData(train=(str(tmp_path / "a.bin"),), kind="bytes", shares=(937.0, 63.0, 0.0))
     assert [len(stream) for stream in open_streams(counted, BYTES).splits.values()] == [937, 63, 0]
     files = {"train": (str(tmp_path / "a.bin"),), "validation": (str(tmp_path / "b.gz"),)}
     for shares, expected in ((None, [1000, 1000, 0]), ((90.0, 5.0, 5.0), [947, 1000, 53])):
-        named = Streamed(**files, kind="bytes", shares=shares)
+        named = LanguageData(**files, kind="bytes", shares=shares)
         assert [len(stream) for stream in open_streams(named, BYTES).splits.values()] == expected
-    tested = Streamed(train=files["train"], test=files["validation"], kind="bytes")
+    tested = LanguageData(train=files["train"], test=files["validation"], kind="bytes")
     assert [len(stream) for stream in open_streams(tested, BYTES).splits.values()] == [947, 53, 1000]
 
 
 def test_text_documents(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         (tmp_path / f"{name}.txt").write_text(f"{name}\n\nbook\n")
-    data = Streamed(train=(str(tmp_path / "*.txt"),), unit="file", cache=tmp_path / "cache", validation_percent=34.0)
+    data = LanguageData(
+        train=(str(tmp_path / "*.txt"),), unit="file", cache=tmp_path / "cache", validation_percent=34.0
+    )
     splits = open_streams(data, BYTES).splits
     assert [len(splits[name]) for name in ("train", "validation", "test")] == [24, 11, 0]
-    assert splits["validation"].measured() == Measure(11, 2, 10)  # the end of a document is no byte
-    assert splits["train"].measured() == Measure(24, 4, 22)
+    assert splits["validation"].measured() == TextSize(11, 2, 10)  # the end of a document is no byte
+    assert splits["train"].measured() == TextSize(24, 4, 22)
     text = BYTES.decode(splits["train"].rows(np.array([0]), 24)[0].tolist())
     assert text == "three\n\nbook\ntwo\n\nbook\n"
 
@@ -95,7 +97,9 @@ def test_pixels(tmp_path: Path) -> None:
     for place in ("a.npy", "b.npz", "folder", "c.parquet"):
         np.testing.assert_array_equal(open_pixels((str(tmp_path / place),), None), pictures)
     assert open_pixels((str(tmp_path / "folder"),), 2).shape == (6, 2, 2, 3)
-    opened = open_streams(Streamed(train=(str(tmp_path / "a.npy"),), kind="pixels", shares=(50.0, 50.0, 0.0)), BYTES)
+    opened = open_streams(
+        LanguageData(train=(str(tmp_path / "a.npy"),), kind="pixels", shares=(50.0, 50.0, 0.0)), BYTES
+    )
     assert opened.shape == (4, 4, 3)
     assert [len(stream) for stream in opened.splits.values()] == [3 * 48, 3 * 48, 0]  # cut between pictures
     np.testing.assert_array_equal(opened.splits["validation"].rows(np.array([48]), 48)[0], pictures[4].reshape(-1) + 3)
@@ -111,7 +115,7 @@ def test_refused(changes: dict, message: str, tmp_path: Path, monkeypatch: pytes
     Path("empty.bin").touch()
     Path("a.txt").write_text("text")
     with pytest.raises(InputError, match=message):
-        open_streams(Streamed(**{"kind": "bytes", **changes}), BYTES)
+        open_streams(LanguageData(**{"kind": "bytes", **changes}), BYTES)
     for shares in ((50.0, 50.0), (50.0, -10.0, 60.0), (0.0, 0.0, 0.0)):
         with pytest.raises(InputError, match="shares are three numbers"):
-            Streamed(shares=shares)
+            LanguageData(shares=shares)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from flaxen.generate.batches import batches, bucket
+from flaxen.generate.batches import batches, padded_length
 
 
 def test_buckets_hold_and_waste_at_most_a_third() -> None:
-    sizes = sorted({bucket(n) for n in range(1, 5000)})
+    sizes = sorted({padded_length(n) for n in range(1, 5000)})
     assert sizes[:7] == [16, 24, 32, 48, 64, 96, 128]
     for n in range(16, 5000):
-        assert n <= bucket(n) <= 1.5 * n
+        assert n <= padded_length(n) <= 1.5 * n
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -7,7 +7,7 @@ import torch
 from transformers.generation import logits_process as theirs
 
 from flaxen.generate.options import Options
-from flaxen.generate.processors import Context, forbid_ngrams, forbid_words, narrow, penalise_repetition
+from flaxen.generate.processors import TokenHistory, forbid_ngrams, forbid_words, narrow, penalise_repetition
 
 B, G, V, ROOM = 2, 3, 13, 12
 
@@ -24,8 +24,8 @@ def run_theirs(processor: object, logits: np.ndarray, tokens: np.ndarray, length
     return processor(flat, torch.tensor(logits.reshape(B * G, V))).numpy().reshape(B, G, V)
 
 
-def context(tokens: np.ndarray, length: int, **numbers: float) -> Context:
-    return Context(
+def context(tokens: np.ndarray, length: int, **numbers: float) -> TokenHistory:
+    return TokenHistory(
         jnp.asarray(tokens),
         jnp.asarray(length),
         jnp.ones((), int),

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from flaxen.errors import InputError
-from flaxen.hf.files import locate, read_json, whole_directory
+from flaxen.hf.files import atomic_directory, locate, read_json
 from flaxen.hf.safetensors_files import Safetensors, write_tensors
 
 
@@ -95,7 +95,7 @@ def test_a_hub_model_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with pytest.raises(OSError, match="full"), whole_directory(target) as fresh:
+    with pytest.raises(OSError, match="full"), atomic_directory(target) as fresh:
         (fresh / "config.json").write_text("half")
         raise OSError("disk full")
     assert list(tmp_path.iterdir()) == []
@@ -103,14 +103,14 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with whole_directory(target) as fresh:
+    with atomic_directory(target) as fresh:
         (fresh / "config.json").write_text("old")
-    with pytest.raises(KeyboardInterrupt), whole_directory(target) as fresh:
+    with pytest.raises(KeyboardInterrupt), atomic_directory(target) as fresh:
         (fresh / "config.json").write_text("half")
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (target / "config.json").read_text() == "old"
-    with whole_directory(target) as fresh:
+    with atomic_directory(target) as fresh:
         (fresh / "config.json").write_text("new")
     assert (target / "config.json").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -118,6 +118,6 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
 
 def test_other_peoples_directories_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="is no checkpoint"), whole_directory(tmp_path):
+    with pytest.raises(InputError, match="is no checkpoint"), atomic_directory(tmp_path):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"

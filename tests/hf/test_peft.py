@@ -19,8 +19,8 @@ import pytest
 import torch
 import transformers
 from conftest import SMALL, Reference, make_reference, random_batch, shaken
-from pictures import close, make_gpt2, make_pair, make_vit, pixels
 from safetensors.numpy import load_file, save_file
+from vision_models import close, make_gpt2, make_pair, make_vit, pixels
 
 import flaxen
 from flaxen import families
@@ -106,7 +106,7 @@ def torchs(model: Any) -> np.ndarray:
 def noisy(model: Any, targets: tuple[str, ...] = (), rank: int = RANK) -> lora.Adapter:
     """An adapter whose `up` is not 0."""
     draw = np.random.default_rng(3)
-    started = lora.start(model, LoRA(rank, targets=targets), 1)
+    started = lora.initial_adapter(model, LoRA(rank, targets=targets), 1)
     up = lambda one: jax.device_put(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
     return {path: {"down": one["down"], "up": up(one)} for path, one in started.items()}
 

@@ -39,4 +39,4 @@ def test_names_and_axes(tmp_path: Path) -> None:
     expected = leaves(state)
     for name, leaf in leaves(loaded.state).items():
         np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
-    assert jax.tree.structure(loaded.state) == jax.tree.structure(vq_lm.empty(CONFIG, 1))
+    assert jax.tree.structure(loaded.state) == jax.tree.structure(vq_lm.initial_state(CONFIG, 1))

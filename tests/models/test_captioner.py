@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from pictures import close, gradients, make_pair, pixels, same_gradients
+from vision_models import close, gradients, make_pair, pixels, same_gradients
 
 import flaxen
 from flaxen.errors import InputError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from pictures import close, gradients, make_gpt2, same_gradients
 from safetensors.numpy import load_file, save_file
+from vision_models import close, gradients, make_gpt2, same_gradients
 
 import flaxen
 from flaxen.errors import InputError

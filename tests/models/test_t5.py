@@ -20,7 +20,7 @@ from flaxen.models.t5 import PRESETS, T5, Config
 from flaxen.models.t5_decoding import T5Decoder
 from flaxen.nn.blockwise import Plan
 from flaxen.nn.param import initialise
-from flaxen.nn.position import bucket
+from flaxen.nn.position import relative_bucket
 from flaxen.tree import leaves, size
 
 TINY = Config(
@@ -207,7 +207,7 @@ def test_buckets_equal_transformers(bidirectional: bool) -> None:
     distance = np.arange(-700, 701)
     for n, far in ((32, 128), (8, 20), (16, 500)):
         theirs = T5Attention._relative_position_bucket(torch.tensor(distance), bidirectional, n, far)
-        np.testing.assert_array_equal(bucket(jnp.asarray(distance), bidirectional, n, far), theirs)
+        np.testing.assert_array_equal(relative_bucket(jnp.asarray(distance), bidirectional, n, far), theirs)
 
 
 # From the model cards' configs: vocabulary, widths and depths multiplied out by transformers itself.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from pictures import close, gradients, make_vit, pixels, same_gradients, saved, shaken
+from vision_models import close, gradients, make_vit, pixels, same_gradients, saved, shaken
 
 import flaxen
 from flaxen.errors import InputError

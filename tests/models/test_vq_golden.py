@@ -14,13 +14,13 @@ from flaxen.hf import vq as files
 from flaxen.hf.weightmap import save
 from flaxen.models import vq_lm, vq_unit
 from flaxen.models.vq_config import Config
-from flaxen.models.vq_lm import VQLM, Noise, State
+from flaxen.models.vq_lm import VQLM, DropoutKeys, VQState
 from flaxen.nn import codebook, vq_block
 from flaxen.nn.layers import unit_rms
 from flaxen.nn.param import initialise
 from flaxen.nn.position import sinusoids
-from flaxen.nn.vq import Blocks, Cache
-from flaxen.nn.vq_plan import NEVER, Law
+from flaxen.nn.vq import BlockwisePass, VQCache
+from flaxen.nn.vq_plan import NEVER, VQSpec
 from flaxen.tree import leaves, map_leaves
 
 
@@ -62,11 +62,11 @@ def test_codes_and_layers(name: str) -> None:
     of the first update and averaged over blocks, units and layers."""
     there, model = load(f"model_{name}", scan=False)
     c, ids = model.config, jnp.asarray(there["batch/inputs"])
-    state = vq_lm.empty(c, len(ids))
+    state = vq_lm.initial_state(c, len(ids))
     documents = jnp.asarray(there["batch/doc_ids"])
-    x = model.embed(ids, vq_lm.place(c, state, documents))
+    x = model.embed(ids, vq_lm.token_positions(c, state, documents))
     close(x, there["eval/x_emb"], 1e-5)
-    plan = Blocks(c.law, jnp.concatenate([state.documents, documents], 1), state.latest)
+    plan = BlockwisePass(c.spec, jnp.concatenate([state.documents, documents], 1), state.latest)
     measured: list[dict[str, jax.Array]] = []
     for i, layer in enumerate(vq_lm.unstack(model.layers)):
         for j, unit in enumerate((layer.first, layer.second)):
@@ -86,7 +86,7 @@ def test_codes_and_layers(name: str) -> None:
             assert np.mean([one[name] for one in measured]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5), name
 
 
-def objective(model: VQLM, there: Golden, state: State | None, chunk: slice, noise: Noise | None = None) -> Any:
+def objective(model: VQLM, there: Golden, state: VQState | None, chunk: slice, noise: DropoutKeys | None = None) -> Any:
     """The original's: a mean over all positions, with its commitment."""
     labels = jnp.where(there["batch/loss_mask"][:, chunk] > 0, there["batch/targets"][:, chunk], -1)
     ids, documents = (jnp.asarray(there[f"batch/{name}"][:, chunk]) for name in ("inputs", "doc_ids"))
@@ -129,7 +129,7 @@ def test_first_chunk(name: str, changes: dict[str, Any]) -> None:
     checked_state(state, there.under("train/chunk0/state_after/"), model.config)
 
 
-def checked_state(state: State, wanted: dict[str, np.ndarray], config: Config, tolerance: float = 1e-5) -> None:
+def checked_state(state: VQState, wanted: dict[str, np.ndarray], config: Config, tolerance: float = 1e-5) -> None:
     for i in range(config.n_layers):
         for j in range(2):
             at = f"layer{i}/attn{j + 1}"
@@ -140,7 +140,7 @@ def checked_state(state: State, wanted: dict[str, np.ndarray], config: Config, t
             np.testing.assert_array_equal(cache.codes, wanted[f"{at}/xlcache/z"])
             close(cache.keys, wanted[f"{at}/xlcache/k_hat"], tolerance)
             close(cache.values, wanted[f"{at}/xlcache/v"], tolerance)
-            if config.law.collect:
+            if config.spec.collect:
                 close(cache.counts, wanted[f"{at}/aggcache/lower"], tolerance)
                 close(cache.means, wanted[f"{at}/aggcache/upper_div_lower"], tolerance)
             else:  # the original keeps what it then does not read; here that work is saved, unless `reference`
@@ -204,7 +204,7 @@ def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vq_unit, "dropout", drop)
     monkeypatch.setattr(vq_unit, "keep_mask", keep)
     monkeypatch.setattr(jax, "checkpoint", lambda body, **_: body)  # which would trace one layer for all
-    noise = Noise(jax.random.key(0), jax.random.key(1))
+    noise = DropoutKeys(jax.random.key(0), jax.random.key(1))
     run = jax.jit(jax.value_and_grad(lambda model: objective(model, there, None, slice(None), noise), has_aux=True))
     (value, (_, _, learning)), gradient = run(model)
     assert next(left, None) is None
@@ -275,14 +275,14 @@ def test_one_unit_block_by_block() -> None:
     close(scale * unit.content[...], there["xl_u"].reshape(-1), 1e-6)
     close(scale * unit.distance[...], there["xl_v"].reshape(-1), 1e-6)
     rows = x.shape[1]
-    state = vq_lm.empty(c, rows)
+    state = vq_lm.initial_state(c, rows)
     documents, latest = state.documents, state.latest
     start = cache = jax.tree.map(lambda a: a[:, 0], state.caches[0])
 
-    def step(x: jax.Array, documents: jax.Array, latest: jax.Array, cache: Cache, n: int) -> tuple:
+    def step(x: jax.Array, documents: jax.Array, latest: jax.Array, cache: VQCache, n: int) -> tuple:
         # The original numbers documents from 0, which is padding here.
         seen = jnp.concatenate([documents, 1 + there["doc_ids"][n]], 1)
-        plan = Blocks(c.law, seen, latest, jnp.asarray(there["loss_mask"][n], jnp.float32))
+        plan = BlockwisePass(c.spec, seen, latest, jnp.asarray(there["loss_mask"][n], jnp.float32))
         y, cache, learning = unit(x, plan, cache)
         return y - x, (seen[:, -c.window :], seen[:, -c.window - 1]), cache, learning
 
@@ -309,11 +309,11 @@ def test_one_unit_block_by_block() -> None:
     g = cotangents["cotangent"].swapaxes(0, 1).reshape(rows, -1, c.d_model)
     both = jnp.asarray(there["x"][:2]).swapaxes(0, 1).reshape(rows, -1, c.d_model)
     for through in (0, 1):
-        law = c.law._replace(through=bool(through))
+        spec = c.spec._replace(through=bool(through))
         documents = 1 + there["doc_ids"][:2].swapaxes(0, 1).reshape(rows, -1)
-        plan = Blocks(law, jnp.concatenate([state.documents, documents], 1), state.latest)
+        plan = BlockwisePass(spec, jnp.concatenate([state.documents, documents], 1), state.latest)
 
-        def seen_through(unit: vq_unit.Unit, x: jax.Array, plan: Blocks = plan) -> jax.Array:
+        def seen_through(unit: vq_unit.Unit, x: jax.Array, plan: BlockwisePass = plan) -> jax.Array:
             return jnp.vdot(unit(x, plan, start)[0] - x, g)
 
         by_unit, by_x = jax.jit(jax.grad(seen_through, argnums=(0, 1)))(unit, both)
@@ -343,9 +343,11 @@ def test_positions_masks_norms() -> None:
         np.testing.assert_allclose(y, there[f"norm/{i}/out"], atol=1e-5)
     for i, case in enumerate(there.config["mask"]):
         window, block = case["mem_len"], case["block_len"]
-        law = Law(window, block, aggregate=not case["with_locality"])
+        spec = VQSpec(window, block, aggregate=not case["with_locality"])
         documents = (np.arange(window + block) >= case["invalid_len"]).astype(np.int32)
-        bias = vq_block.skew(law, jnp.zeros((1, block, window + 1))) + vq_block.hidden_keys(law, jnp.asarray(documents))
+        bias = vq_block.skew(spec, jnp.zeros((1, block, window + 1))) + vq_block.hidden_keys(
+            spec, jnp.asarray(documents)
+        )
         np.testing.assert_array_equal(bias == 0, there[f"mask/{i}"] > 0)
 
 
@@ -358,12 +360,12 @@ def test_skew() -> None:
         w, size = x.shape[2:]
         window = size - w
         if window:
-            ours = vq_block.skew(Law(window, w), jnp.asarray(x[0, 0][None, :, w - 1 :]))
+            ours = vq_block.skew(VQSpec(window, w), jnp.asarray(x[0, 0][None, :, w - 1 :]))
             i, j = np.arange(w)[:, None], np.arange(size)
             far, ahead = j < i, j > i + window
             expected = np.where(far, 0.0, np.where(ahead, np.float32(NEVER), y[0, 0]))
             np.testing.assert_array_equal(ours, expected)
-            back = vq_block.unskew(Law(window, w), ours)
+            back = vq_block.unskew(VQSpec(window, w), ours)
             np.testing.assert_array_equal(back[0], x[0, 0][:, w - 1 :])
         n += 1
     assert n == 5

@@ -20,7 +20,7 @@ from flaxen.models.vq_config import Config
 from flaxen.models.vq_decoding import VQDecoder
 from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
-from flaxen.nn.vq import Blocks
+from flaxen.nn.vq import BlockwisePass
 from flaxen.nn.vq_plan import NEVER
 from flaxen.pretrained import Pretrained
 
@@ -140,10 +140,10 @@ def test_small_blocks_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.config.reading.block == 96
     for kept_whole in ({"reference": True}, {"block": 128}):
         config = dataclasses.replace(model.config, **kept_whole)
-        assert config.reading == config.law
+        assert config.reading == config.spec
     ids, labels = jnp.asarray(text(1, 384)), jnp.asarray(text(1, 384, seed=5))
     small = jax.jit(lambda model: model.loss(ids, labels)[:2])(model)
-    monkeypatch.setattr(Config, "reading", Config.law)
+    monkeypatch.setattr(Config, "reading", Config.spec)
     for a, b in zip(jax.tree.leaves(small), jax.tree.leaves(jax.jit(lambda model: model.loss(ids, labels)[:2])(model))):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(float(np.abs(b).max()), 1.0))
 
@@ -153,9 +153,9 @@ def test_small_blocks_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_looks_ahead(form: str, block: int, window: int) -> None:
     """The Jacobian of outputs by inputs is lower triangular, and not empty below."""
     model = make(block=block, window=window, form=form)
-    c, state = model.config, vq_lm.empty(model.config, 1)
+    c, state = model.config, vq_lm.initial_state(model.config, 1)
     documents = jnp.concatenate([state.documents, jnp.ones((1, 12), jnp.int32)], axis=1)
-    plan = Blocks(c.law, documents, state.latest, parallel=form == "parallel")
+    plan = BlockwisePass(c.spec, documents, state.latest, parallel=form == "parallel")
     layers = vq_lm.unstack(model.layers)
 
     def outputs(x: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ def test_chunks_with_a_carried_state_are_the_whole(kind: str) -> None:
     model, ids = make(**KINDS[kind]), jnp.asarray(text(2, 24))
     run = jax.jit(lambda model, ids, state: model(ids, state)[:2])
     whole, _ = run(model, ids, None)
-    state, parts = vq_lm.empty(model.config, 2), []
+    state, parts = vq_lm.initial_state(model.config, 2), []
     for first, last in ((0, 4), (4, 16), (16, 24)):
         hidden, state = run(model, ids[:, first:last], state)
         parts.append(hidden)

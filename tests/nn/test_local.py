@@ -7,7 +7,7 @@ import pytest
 
 from flaxen.nn import local
 from flaxen.nn.blockwise import MASKED, Plan, attend, attend_plain
-from flaxen.nn.local import LocalPlan, Side, attend_local, block_sums, plan_local, plan_side
+from flaxen.nn.local import GlobalTokens, LocalPlan, attend_local, block_sums, plan_global, plan_local
 from flaxen.nn.param import initialise
 from flaxen.nn.position import RelativeBias
 
@@ -76,12 +76,12 @@ def test_blocks_are_plain_attention(case: str, radius: int, size: int | None) ->
     g = g * (segments > 0)[:, None, :, None]  # what padding says is never used
 
     def ours(q, k, v, bias, side_bias, *side):
-        found = plan_side(side_bias, segments, size) if size else None
+        found = plan_global(side_bias, segments, size) if size else None
         plan = plan_local(bias, segments, radius, 0.0, found)
         return attend_local(q, k, v, plan, None, side if found is not None else None)
 
     def theirs(q, k, v, bias, side_bias, *side):
-        found = plan_side(side_bias, segments, size) if size else None
+        found = plan_global(side_bias, segments, size) if size else None
         plan = plan_local(bias, segments, radius, 0.0, found)
         return plain(q, k, v, bias, side_bias, plan, radius, side if found is not None else None)
 
@@ -108,7 +108,7 @@ def test_a_wide_band_is_full_attention() -> None:
 def test_side_tokens_that_nobody_sees_change_nothing() -> None:
     q, k, v, _, *side = random_case(90, 5)
     segments = segments_of([90], [60])
-    found = plan_side(relative(2), segments, 16)
+    found = plan_global(relative(2), segments, 16)
     assert found is not None
     bias = relative(1)
 
@@ -126,20 +126,20 @@ def test_side_tokens_that_nobody_sees_change_nothing() -> None:
 def test_blocks_of_side_tokens() -> None:
     """Whole blocks from the start of each segment; the rest joins the last one; short segments have none."""
     segments = segments_of([10, 3, 4], [17])
-    side = plan_side(relative(0), segments, 4)
+    side = plan_global(relative(0), segments, 4)
     assert side is not None
     np.testing.assert_array_equal(side.block[0], [0] * 4 + [1] * 6 + [-1] * 3 + [2] * 4)
     np.testing.assert_array_equal(side.block[1], [0] * 4 + [1] * 4 + [2] * 4 + [3] * 5)
     np.testing.assert_array_equal(side.owner, [[1, 1, 3, 0], [1, 1, 1, 1]])
     x = jnp.ones((2, 17, 5))
     np.testing.assert_array_equal(block_sums(x, side)[..., 0], [[4, 6, 4, 0], [4, 4, 4, 5]])
-    assert plan_side(relative(0), segments_of([3], [2]), 4) is None
+    assert plan_global(relative(0), segments_of([3], [2]), 4) is None
 
 
 def test_padding_in_front_moves_nothing() -> None:
     """A text has the same blocks wherever it stands in its row."""
     late = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1, 1, 0]], jnp.int32)
-    side = plan_side(relative(0), late, 3)
+    side = plan_global(relative(0), late, 3)
     assert side is not None
     np.testing.assert_array_equal(side.block[0], [-1, -1, -1, 0, 0, 0, 1, 1, 1, -1])
 
@@ -149,7 +149,7 @@ def test_dropout_is_the_same_in_forward_and_backward(size: int | None) -> None:
     """The function is linear in v, so its derivative along v is the function itself; and a numeric one along q."""
     segments = segments_of([90], [70])
     q, k, v, _, *side = random_case(90, 90 // size if size else 0)
-    found = plan_side(relative(2), segments, size) if size else None
+    found = plan_global(relative(2), segments, size) if size else None
     plan, key = plan_local(relative(1), segments, 11, 0.5, found), jax.random.key(3)
 
     @jax.jit
@@ -175,7 +175,7 @@ def test_bfloat16_over_16k_tokens_and_empty_rows() -> None:
     side = tuple(jnp.asarray(draw.standard_normal((2, 1, length // size, H)), jnp.float32) for _ in range(2))
     segments = jnp.asarray([[1] * length, [0] * length], jnp.int32)
     bias = [initialise(RelativeBias(1, 8, 20, True, 1.0), seed) for seed in (1, 2)]
-    plan = plan_local(bias[0], segments, 127, 0.0, plan_side(bias[1], segments, size))
+    plan = plan_local(bias[0], segments, 127, 0.0, plan_global(bias[1], segments, size))
 
     def f(q, k, v, *side):
         return attend_local(q, k, v, plan, None, side)
@@ -193,8 +193,8 @@ def test_few_side_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPa
     """Queries of one block may be part of several side tokens: with blocks of other lengths too."""
     segments = segments_of([37, 41, 12], [90])
     q, k, v, _, *side = random_case(90, 30)
-    bias, found = relative(1), plan_side(relative(2), segments, 3)
-    assert isinstance(found, Side)
+    bias, found = relative(1), plan_global(relative(2), segments, 3)
+    assert isinstance(found, GlobalTokens)
     results = []
     for block in (5, 16, 64):
         monkeypatch.setattr(local, "BLOCK", block)

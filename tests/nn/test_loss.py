@@ -8,23 +8,27 @@ import pytest
 from flaxen.nn.loss import cross_entropy
 
 
-def plain(hidden, head, labels, weights, smoothing, z_loss):
+def plain(hidden, head, labels, weights, label_smoothing, z_loss):
     logits = hidden @ head.T
     logp = jax.nn.log_softmax(logits)
     nll = -jnp.take_along_axis(logp, labels[:, None], axis=1)[:, 0]
-    loss = (1 - smoothing) * nll - smoothing * logp.mean(axis=1) + z_loss * jax.nn.logsumexp(logits, axis=1) ** 2
+    loss = (
+        (1 - label_smoothing) * nll
+        - label_smoothing * logp.mean(axis=1)
+        + z_loss * jax.nn.logsumexp(logits, axis=1) ** 2
+    )
     return jnp.sum(weights * loss)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, None])
-@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.1, 1e-2)])
-def test_chunked_is_plain(chunk: int | None, smoothing: float, z_loss: float) -> None:
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.1, 1e-2)])
+def test_chunked_is_plain(chunk: int | None, label_smoothing: float, z_loss: float) -> None:
     draw = np.random.default_rng(0)
     hidden, head = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in ((33, 8), (50, 8)))
     labels = jnp.asarray(draw.integers(0, 50, 33), jnp.int32)
     weights = jnp.asarray(draw.random(33) * (draw.random(33) > 0.3), jnp.float32)
-    ours = lambda hidden, head: 3.0 * cross_entropy(hidden, head, labels, weights, smoothing, z_loss, chunk).loss  # noqa: E731
-    theirs = lambda hidden, head: 3.0 * plain(hidden, head, labels, weights, smoothing, z_loss)  # noqa: E731
+    ours = lambda hidden, head: 3.0 * cross_entropy(hidden, head, labels, weights, label_smoothing, z_loss, chunk).loss  # noqa: E731
+    theirs = lambda hidden, head: 3.0 * plain(hidden, head, labels, weights, label_smoothing, z_loss)  # noqa: E731
     value, grads = jax.value_and_grad(ours, argnums=(0, 1))(hidden, head)
     expected, expected_grads = jax.value_and_grad(theirs, argnums=(0, 1))(hidden, head)
     np.testing.assert_allclose(value, expected, rtol=1e-5)

@@ -19,13 +19,13 @@ from flaxen.models.t5 import T5, Config
 from flaxen.nn.loss import Sums
 from flaxen.nn.param import initialise
 from flaxen.tasks.denoise import Denoise
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import DenoiseObjective
 from flaxen.tasks.task import Batch
 from flaxen.train.loop import evaluate
 from flaxen.train.step import scorer
 
 TINY = Config(vocab_size=384, d_model=16, d_head=8, d_ff=24, n_layers=1, n_decoder_layers=1, n_heads=2)
-OBJECTIVE = Objective(input_length=32, mean_span=3.0)
+OBJECTIVE = DenoiseObjective(input_length=32, mean_span=3.0)
 BYTES = ByteTokenizer()
 
 
@@ -152,7 +152,7 @@ def test_an_example_as_text(kind: str, text: Path, tmp_path: Path) -> None:
     corpus_text = text.read_text().replace("\n", "")
     assert task.lengths.spans > 1
     for row in range(8):
-        original, reads, writes = task.show(task.batch(0, 8), row).values()
+        original, reads, writes = task.format_example(task.batch(0, 8), row).values()
         assert original in corpus_text
         for side in (reads, writes):
             assert re.findall(" ‹(.*?)› ", side) == [str(number) for number in range(task.lengths.spans)]
@@ -162,7 +162,7 @@ def test_an_example_as_text(kind: str, text: Path, tmp_path: Path) -> None:
 
 
 def test_spans_are_longer_in_bytes(text: Path, tmp_path: Path) -> None:
-    usual, pieces = Objective(512), bpe(text, tmp_path, sentinels=100)
+    usual, pieces = DenoiseObjective(512), bpe(text, tmp_path, sentinels=100)
     assert Denoise(families.T5, TINY, usual, BYTES, *corpus(text, BYTES), 0).lengths.spans == round(568 * 0.15 / 20)
     assert Denoise(families.T5, TINY, usual, pieces, *corpus(text, pieces), 0).lengths == (568, 85, 28, 512, 114)
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_trained_on(text: Path, tmp_path: Path) -> None:
         Denoise(families.T5, TINY, OBJECTIVE, BYTES, short, validation, 0)
     assert Denoise(families.T5, TINY, OBJECTIVE, BYTES, train, short, 0).validation_examples == 0
     with pytest.raises(InputError, match="have 127 holes and the tokenizer only 100 sentinels"):
-        Denoise(families.T5, TINY, Objective(256, density=0.5, mean_span=1.0), BYTES, train, validation, 0)
+        Denoise(families.T5, TINY, DenoiseObjective(256, noise_density=0.5, mean_span=1.0), BYTES, train, validation, 0)
     bare = bpe(text, tmp_path, sentinels=0)
     with pytest.raises(InputError, match="the tokenizer has no sentinels"):
         Denoise(families.T5, TINY, OBJECTIVE, bare, train, validation, 0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ids import Ids
 
-from flaxen.data.stream_store import Opened
+from flaxen.data.stream_store import Splits
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.models import vq_language
 from flaxen.models.vq_config import PRESETS, Config
@@ -20,7 +20,7 @@ CONFIG = replace(PRESETS["vq-tiny"], block=8, window=8)
 
 def task(config: Config = CONFIG, **objective: object) -> Language:
     ids = Ids(np.random.default_rng(0).choice([1, 3, 4, 5], 1000).astype(np.int32))
-    opened = Opened({"train": ids, "validation": ids}, ())
+    opened = Splits({"train": ids, "validation": ids}, ())
     return Language(vq_language, config, LanguageObjective(48, 16, **objective), ByteTokenizer.plain(), opened, 7)
 
 

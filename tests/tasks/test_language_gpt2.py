@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from ids import Ids
-from pictures import gradients as torch_gradients
-from pictures import make_gpt2, same_gradients
+from vision_models import gradients as torch_gradients
+from vision_models import make_gpt2, same_gradients
 
 import flaxen
-from flaxen.data.stream_store import Measure, Opened
+from flaxen.data.stream_store import Splits, TextSize
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
 from flaxen.hf import gpt2 as hf_gpt2
@@ -44,13 +44,13 @@ CONFIG = Config(
 class Words(Ids):
     """A text of three bytes a token and a word every four."""
 
-    def measured(self) -> Measure:
-        return Measure(len(self), len(self) / 4, 3 * len(self))
+    def measured(self) -> TextSize:
+        return TextSize(len(self), len(self) / 4, 3 * len(self))
 
 
 def task(config: Config = CONFIG, length: int = LENGTH, **objective: Any) -> Language:
     stream = Words(np.random.default_rng(0).integers(2, 97, TOKENS).astype(np.int32))
-    opened = Opened({"train": stream, "validation": stream}, ())
+    opened = Splits({"train": stream, "validation": stream}, ())
     return Language(
         gpt2_language, config, LanguageObjective(length, **objective), ByteTokenizer.plain(), opened, seed=7
     )
@@ -123,7 +123,7 @@ def test_adapters_train() -> None:
     """An adapter that adds nothing changes nothing, its updates lower the loss, and merged it measures the same."""
     made, model = task(), initialise(GPT2(CONFIG), 0)
     settings = LoRA(rank=2)
-    adapter = lora.start(GPT2(CONFIG), settings, 0)
+    adapter = lora.initial_adapter(GPT2(CONFIG), settings, 0)
     assert set(adapter) == {"layers.attention.qkv"}
     before = float(sums(made, model, made.evaluation(9)).loss)
     attached = lora.attach(model, adapter, settings.scale)
@@ -149,7 +149,7 @@ def test_adapters_train() -> None:
 def test_nothing_is_prepared_or_carried() -> None:
     made, model = task(), initialise(GPT2(CONFIG), 0)
     assert made.carry(3) is None
-    for path, leaf in leaves(made.start(model)).items():
+    for path, leaf in leaves(made.prepare_model(model)).items():
         assert leaf is leaves(model)[path]
     assert made.flops == 3 * gpt2_language.flops(CONFIG, LENGTH)
     assert any("32 tokens" in note for note in made.notes(4))

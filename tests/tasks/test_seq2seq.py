@@ -17,7 +17,7 @@ from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
 from flaxen.models.t5 import T5, Config
 from flaxen.nn.param import initialise
-from flaxen.tasks.objective import PairObjective, Writing
+from flaxen.tasks.objective import EvalGeneration, Seq2SeqObjective
 from flaxen.tasks.seq2seq import Seq2Seq
 from flaxen.train.accumulate import value_and_grad
 from flaxen.train.loop import evaluate
@@ -29,8 +29,8 @@ TINY = Config(
     dropout=0.0,
 )  # fmt: skip
 BYTES = ByteTokenizer()
-OBJECTIVE = PairObjective(source_length=48, target_length=24, shapes=3)
-SILENT = Writing(examples=0)
+OBJECTIVE = Seq2SeqObjective(source_length=48, target_length=24, shapes=3)
+SILENT = EvalGeneration(examples=0)
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,15 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def make(material: Path, config: Config = TINY, writing: Writing = SILENT, **objective: Any) -> Seq2Seq:
+def make(material: Path, config: Config = TINY, generation: EvalGeneration = SILENT, **objective: Any) -> Seq2Seq:
     pairs = Pairs(train=(str(material / "pairs.jsonl"),), validation_percent=20.0, cache=material / "cache")
     chosen = dataclasses.replace(OBJECTIVE, **objective)
-    return Seq2Seq(families.T5, config, chosen, writing, BYTES, *open_pairs(pairs, BYTES), 3)
+    return Seq2Seq(families.T5, config, chosen, generation, BYTES, *open_pairs(pairs, BYTES), 3)
 
 
 def texts(task: Seq2Seq, batch: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     """The pairs of a batch, row by row."""
-    shown = [task.show(batch, row) for row in range(len(batch["labels"]))]
+    shown = [task.format_example(batch, row) for row in range(len(batch["labels"]))]
     return [both for one in shown for both in zip(one["reads"].split(" ┃ "), one["writes"].split(" ┃ "))]
 
 
@@ -118,7 +118,7 @@ def test_evaluation_is_exact_whatever_the_batch(material: Path, size: int) -> No
 
 def test_smoothing_is_trained_and_not_measured(material: Path) -> None:
     model = initialise(T5(TINY), 0)
-    plain, smooth = make(material), make(material, smoothing=0.2)
+    plain, smooth = make(material), make(material, label_smoothing=0.2)
     batch = {name: jnp.asarray(array) for name, array in plain.batch(0, 8).items()}
     key = jax.random.key(0)
     value = lambda task, key: float(task.loss(model, batch, None, key)[0].loss)  # noqa: E731
@@ -127,14 +127,14 @@ def test_smoothing_is_trained_and_not_measured(material: Path) -> None:
 
 
 def test_what_it_writes_is_scored_and_kept(material: Path, tmp_path: Path) -> None:
-    task = make(material, writing=Writing(examples=5, num_beams=2, max_new_tokens=6))
-    scores = task.written(initialise(T5(TINY), 0), tmp_path / "out.jsonl")
+    task = make(material, generation=EvalGeneration(examples=5, num_beams=2, max_new_tokens=6))
+    generation_metrics = task.generate_and_score_sample(initialise(T5(TINY), 0), tmp_path / "out.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == [f"p{i}" for i in range(5)]
-    assert tuple(scores) == task.scores
+    assert tuple(generation_metrics) == task.generation_metrics
     rows = [json.loads(line) for line in (material / "pairs.jsonl").read_text().splitlines()]
     assert [line["reference"] for line in lines] == [row["target"] for row in rows[:5]]
-    assert make(material).written(initialise(T5(TINY), 0), tmp_path / "none") == {}
+    assert make(material).generate_and_score_sample(initialise(T5(TINY), 0), tmp_path / "none") == {}
     assert not (tmp_path / "none").exists()
 
 

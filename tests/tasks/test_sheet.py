@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from flaxen.tasks.sheet import Shown, write_sheet
+from flaxen.tasks.sheet import SheetEntry, write_sheet
 
 EVIL = "<script>alert('x')</script> & \"quoted\" <b>"
 
@@ -45,10 +45,10 @@ def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
 
 
 ROWS = [
-    Shown(picture(640, 480), "wide.jpg", "a dog runs", ("A dog is running .", "Ein Hund läuft"), 1.234567),
-    Shown(picture(300, 900), "tall.jpg", "", (), 0.0),
-    Shown(None, "lost.jpg", "a cat", ("a cat",), None),
-    Shown(picture(60, 30), EVIL, EVIL, (EVIL, "plain"), -0.5),
+    SheetEntry(picture(640, 480), "wide.jpg", "a dog runs", ("A dog is running .", "Ein Hund läuft"), 1.234567),
+    SheetEntry(picture(300, 900), "tall.jpg", "", (), 0.0),
+    SheetEntry(None, "lost.jpg", "a cat", ("a cat",), None),
+    SheetEntry(picture(60, 30), EVIL, EVIL, (EVIL, "plain"), -0.5),
 ]
 
 
@@ -100,12 +100,12 @@ def test_pictures_are_small_and_inside(tmp_path) -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
 def test_every_kind_of_picture(tmp_path, mode: str) -> None:
-    rows = [Shown(Image.new(mode, (300, 200)), "one", "one", (), None)]
+    rows = [SheetEntry(Image.new(mode, (300, 200)), "one", "one", (), None)]
     assert len(write(tmp_path / "sheet.html", rows).all("img")) == 1
 
 
 def test_what_is_transparent_is_white(tmp_path) -> None:
-    rows = [Shown(Image.new("RGBA", (8, 8), (0, 0, 0, 0)), "clear.png", "one", (), None)]
+    rows = [SheetEntry(Image.new("RGBA", (8, 8), (0, 0, 0, 0)), "clear.png", "one", (), None)]
     source = write(tmp_path / "sheet.html", rows).all("img")[0][0]["src"]
     image = Image.open(io.BytesIO(base64.b64decode(source.split(",")[1])))
     assert image.getpixel((4, 4)) == (255, 255, 255)
@@ -113,14 +113,14 @@ def test_what_is_transparent_is_white(tmp_path) -> None:
 
 def test_no_rows_and_odd_names(tmp_path) -> None:
     assert write(tmp_path / "none.html", []).all("output")[0][1] == "0 pictures"
-    page = write(tmp_path / "odd.html", [Shown(None, "a\udcff.jpg", "ein Käfer 狗", (), None)])
+    page = write(tmp_path / "odd.html", [SheetEntry(None, "a\udcff.jpg", "ein Käfer 狗", (), None)])
     assert page.all("p", class_="name")[0][1] == "a?.jpg"
     assert page.all("p", class_="prediction")[0][1] == "ein Käfer 狗"
     assert page.all("output")[0][1] == "1 picture"
 
 
 def test_many_rows_have_room_for_their_number(tmp_path) -> None:
-    page = write(tmp_path / "sheet.html", [Shown(None, "one", "one", (), None)] * 1200)
+    page = write(tmp_path / "sheet.html", [SheetEntry(None, "one", "one", (), None)] * 1200)
     assert page.all("output")[0][1] == "1,200 pictures"
     assert len(page.all("article")) == 1200
 

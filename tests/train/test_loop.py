@@ -27,8 +27,8 @@ class Falling(Task):
 
     examples, tokens, flops = 64, 4, 8.0
 
-    def __init__(self, validation: int = 7, scores: tuple[str, ...] = ()):
-        self.validation, self.scores = validation, scores
+    def __init__(self, validation: int = 7, generation_metrics: tuple[str, ...] = ()):
+        self.validation, self.generation_metrics = validation, generation_metrics
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
         """Weights that differ from step to step and from row to row."""
@@ -47,9 +47,9 @@ class Falling(Task):
         each = batch["value"] + w if key is not None else jnp.square(w - BEST) + 0 * batch["value"]
         return Sums((weight * each).sum(), (weight * (batch["value"] > 4)).sum(), weight.sum()), None
 
-    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
+    def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
         """The better, the further w is from where the loss wants it."""
-        if not self.scores:
+        if not self.generation_metrics:
             return {}
         path.write_text("written\n")
         return {"rougeL": float(jnp.square(model["w"][0] - BEST))}
@@ -165,7 +165,7 @@ def test_the_best_outlives_what_comes_after_it(tmp_path: Path) -> None:
 
 def test_a_score_of_what_is_written_can_be_the_measure(tmp_path: Path) -> None:
     """Of scores, more is better: here the last. What was written is kept, step by step."""
-    task = Falling(scores=("rougeL",))
+    task = Falling(generation_metrics=("rougeL",))
     go(tmp_path, task=task, keep=1, keep_best="rougeL")
     assert [one["rougeL"] for one in records(tmp_path, "eval")] == [1, 0, 1, 4, 9, 16]
     assert weight(tmp_path, "best") == START - 6

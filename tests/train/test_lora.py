@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_batch
-from pictures import close
+from vision_models import close
 
 from flaxen import families
 from flaxen.errors import InputError
@@ -49,7 +49,7 @@ def made(config: Any) -> Any:
 def noisy(model: Any, *targets: str) -> lora.Adapter:
     """An adapter whose `up` is not 0."""
     draw = np.random.default_rng(3)
-    started = lora.start(model, LoRA(RANK, targets=targets), 1)
+    started = lora.initial_adapter(model, LoRA(RANK, targets=targets), 1)
     up = lambda one: jax.device_put(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
     return {path: {"down": one["down"], "up": up(one)} for path, one in started.items()}
 
@@ -72,19 +72,19 @@ def graded(how: Any, model: Any, adapter: lora.Adapter) -> tuple[jax.Array, lora
 @pytest.mark.parametrize("config", [TINY, MOUTH], ids=["t5", "gpt2"])
 def test_a_fresh_adapter_changes_nothing(config: Any) -> None:
     model = made(config)
-    attached = lora.attach(model, lora.start(model, LoRA(RANK, targets=("*",)), 0), SCALE)
+    attached = lora.attach(model, lora.initial_adapter(model, LoRA(RANK, targets=("*",)), 0), SCALE)
     np.testing.assert_array_equal(logits(attached), logits(model))
 
 
 def test_a_fresh_adapter_depends_on_seed_and_path_alone() -> None:
     abstract = Captioner(PAIR)
-    every, some = (lora.start(abstract, LoRA(4, targets=globs), 5) for globs in (("*",), ("decoder.*.o",)))
+    every, some = (lora.initial_adapter(abstract, LoRA(4, targets=globs), 5) for globs in (("*",), ("decoder.*.o",)))
     assert some.keys() == {"decoder.layers.attention.o", "decoder.layers.cross.o"}
     for path, one in some.items():
         np.testing.assert_array_equal(one["down"], every[path]["down"])
-    from_weights = lora.start(made(PAIR), LoRA(4, targets=("*",)), 5)
+    from_weights = lora.initial_adapter(made(PAIR), LoRA(4, targets=("*",)), 5)
     jax.tree.map(np.testing.assert_array_equal, from_weights, every)
-    other = lora.start(abstract, LoRA(4, targets=("*",)), 6)
+    other = lora.initial_adapter(abstract, LoRA(4, targets=("*",)), 6)
     rows = {np.asarray(one["down"]).reshape(-1)[:8].tobytes() for adapter in (every, other) for one in adapter.values()}
     assert len(rows) == 2 * len(every)
 
@@ -92,7 +92,7 @@ def test_a_fresh_adapter_depends_on_seed_and_path_alone() -> None:
 def test_a_fresh_adapter_is_uniform_as_pefts() -> None:
     """Kaiming's law with a = √5, of all inputs of one layer; `abstract` has its shapes."""
     model, asked = Captioner(PAIR), LoRA(16, targets=("*",))
-    adapter, linears = lora.start(model, asked, 0), dict(lora.linears(model))
+    adapter, linears = lora.initial_adapter(model, asked, 0), dict(lora.linears(model))
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), lora.abstract(model, asked))
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), adapter) == shapes
     inputs = {"attention.o": 16, "mlp.wo": 24, "patches": 3 * 8 * 8, "bridge": 12}
@@ -196,7 +196,7 @@ def test_training_changes_the_adapter_alone(accumulate: int, rate: float) -> Non
         merged=lambda adapter, base: lora.merge(base, adapter, asked.scale),
         base=base,
     )
-    adapter = lora.start(GPT2(config), asked, 0)
+    adapter = lora.initial_adapter(GPT2(config), asked, 0)
     trained, started = size(adapter), leaves(jax.tree.map(np.array, adapter))
     state, batch, losses = stepper.start(adapter), task.batch(0, 4), []
     for step in range(STEPS):
@@ -223,10 +223,10 @@ def test_training_changes_the_adapter_alone(accumulate: int, rate: float) -> Non
 
 
 def test_a_glob_that_matches_nothing_lists_the_paths() -> None:
-    with pytest.raises(InputError, match=r"matches '\*\.query'.*there are: .*encoder\.layers\.attention\.q, .*mlp\.wo"):
+    with pytest.raises(InputError, match=r"matches '\*\.query'.*available: .*encoder\.layers\.attention\.q, .*mlp\.wo"):
         lora.abstract(T5(TINY), LoRA(2, targets=("*.q", "*.query")))
     with pytest.raises(InputError, match=r"did you mean 'encoder\.layers\.mlp\.wi'"):
-        lora.start(T5(TINY), LoRA(2, targets=("encoder.layer.mlp.wi",)), 0)
+        lora.initial_adapter(T5(TINY), LoRA(2, targets=("encoder.layer.mlp.wi",)), 0)
 
 
 @pytest.mark.parametrize("how", [lora.attach, lora.merge])

@@ -13,7 +13,7 @@ from flaxen.models import vq_config
 from flaxen.models.t5 import T5, Config
 from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
-from flaxen.train.optim import learning_rate, make
+from flaxen.train.optim import learning_rate, make_optimizer
 from flaxen.train.settings import OPTIONS, Optimizer, Schedule
 from flaxen.tree import leaves, map_leaves
 
@@ -39,7 +39,7 @@ def gradients(model: T5, n: int = 3) -> list[T5]:
 
 def updated(optimizer: Optimizer, model: T5, steps: list[T5]) -> dict[str, np.ndarray]:
     """The weights after the updates, as a checkpoint has them: one matrix per tensor."""
-    transform = make(optimizer, lambda step: jnp.asarray(RATE))
+    transform = make_optimizer(optimizer, lambda step: jnp.asarray(RATE))
     state = jax.jit(transform.init)(model)
     update, apply = jax.jit(transform.update), jax.jit(optax.apply_updates)
     for gradient in steps:
@@ -94,7 +94,7 @@ def test_adafactor_is_optax_on_separate_tensors(model: T5) -> None:
 
 def test_adafactor_factors(model: T5) -> None:
     """Its memory is rows and columns, not matrices."""
-    state = make(Optimizer("adafactor"), lambda step: jnp.asarray(RATE)).init(model)
+    state = make_optimizer(Optimizer("adafactor"), lambda step: jnp.asarray(RATE)).init(model)
     of_weights = sum(leaf.size for leaf in jax.tree.leaves(model))
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 0.12 * of_weights
 
@@ -111,7 +111,7 @@ def test_adafactor_factors_every_matrix_of_a_transformer_vq() -> None:
     """Also the output of a unit, whose heads are one axis."""
     config = vq_config.Config(d_model=128, d_k=8, d_v=128, n_layers=2, n_codes=4, block=8, window=8)
     model = initialise(VQLM(config), 0)
-    ours = make(Optimizer("adafactor", clip=0.0), lambda step: jnp.asarray(1.0))
+    ours = make_optimizer(Optimizer("adafactor", clip=0.0), lambda step: jnp.asarray(1.0))
     drawn = lambda model: jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape), model)  # noqa: E731
     gradient = jax.jit(drawn)(model)
     changes, _ = jax.jit(ours.update)(gradient, jax.jit(ours.init)(model), model)
@@ -152,7 +152,7 @@ def test_clipping(model: T5) -> None:
     (gradient,) = gradients(model, 1)
     norm = float(optax.tree.norm(gradient))
     for limit, expected in ((norm / 4, norm / 4), (norm * 4, norm)):
-        clip = make(Optimizer("adamw", clip=limit), lambda step: jnp.asarray(1.0))
+        clip = make_optimizer(Optimizer("adamw", clip=limit), lambda step: jnp.asarray(1.0))
         _, state = jax.jit(clip.update)(gradient, jax.jit(clip.init)(model), model)
         first_moment = {path: leaf for path, leaf in leaves(state).items() if ".mu." in path}
         np.testing.assert_allclose(10 * optax.tree.norm(first_moment), expected, rtol=1e-5)

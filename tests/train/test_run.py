@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flaxen.errors import InputError
-from flaxen.train.run import Run, check, check_facts, flat, read_config
+from flaxen.train.run import Run, check, check_fingerprint, flat, read_config
 
 CONFIG: dict[str, Any] = {
     "out": "somewhere",
@@ -142,9 +142,11 @@ def test_what_no_number_depends_on_may_change(run: Run) -> None:
 
 
 def test_other_data_and_another_model_are_named(run: Run) -> None:
-    check_facts(run.directory, FACTS)
+    check_fingerprint(run.directory, FACTS)
     with pytest.raises(InputError) as error:
-        check_facts(run.directory, {**FACTS, "training_data": "abd[0:100]", "model": {"d_model": 32, "eos_ids": (1,)}})
+        check_fingerprint(
+            run.directory, {**FACTS, "training_data": "abd[0:100]", "model": {"d_model": 32, "eos_ids": (1,)}}
+        )
     assert "training_data: was 'abc[0:100]', is 'abd[0:100]'" in str(error.value)
     assert "model.d_model: was 16, is 32" in str(error.value)
     assert "eos_ids" not in str(error.value)

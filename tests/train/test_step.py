@@ -21,9 +21,9 @@ from flaxen.models.vq_config import PRESETS
 from flaxen.models.vq_lm import VQLM
 from flaxen.nn.param import initialise
 from flaxen.tasks.denoise import Denoise
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import DenoiseObjective
 from flaxen.train.settings import Optimizer, Schedule, Training
-from flaxen.train.step import State, Stepper, compiled
+from flaxen.train.step import Stepper, TrainState, compiled
 
 STEPS = 50
 
@@ -38,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task_of(config: Config, text: Path) -> Denoise:
     tokenizer = ByteTokenizer()
     corpus = open_corpus(Corpus(train=(str(text),), cache=text.parent / "cache"), tokenizer)
-    return Denoise(families.T5, config, Objective(input_length=64), tokenizer, *corpus, 0)
+    return Denoise(families.T5, config, DenoiseObjective(input_length=64), tokenizer, *corpus, 0)
 
 
 def losses(stepper: Stepper, model: object) -> list[float]:
@@ -87,7 +87,7 @@ def test_dropout_is_a_function_of_seed_and_step(byt5: Path, text: Path) -> None:
     steppers = [Stepper(task, Optimizer(), Schedule(), Training(steps=9, batch_size=4, seed=seed)) for seed in (0, 1)]
 
     def loss(seed: int, step: int) -> float:
-        return float(steppers[seed].gradient(State(jnp.asarray(step), model, ()), batch)[0].loss)
+        return float(steppers[seed].gradient(TrainState(jnp.asarray(step), model, ()), batch)[0].loss)
 
     assert loss(0, 3) == loss(0, 3)
     assert len({loss(0, 3), loss(0, 4), loss(1, 3)}) == 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vq_goldens import MODELS, Golden, golden
 
-from flaxen.data.stream_store import Bytes, Opened
+from flaxen.data.stream_store import ByteStream, Splits
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.hf import vq as files
 from flaxen.hf.weightmap import save
@@ -62,7 +62,7 @@ def test_optimizers(name: str) -> None:
     there = golden(f"optim_{name}")
     settings = there.config["optim"]
     rate = optim.learning_rate(schedule(settings), settings["lr_max"], settings["n_max_step"])
-    transform = optim.make(optimizer(settings), rate)
+    transform = optim.make_optimizer(optimizer(settings), rate)
     params = tree(there, "params0/")
     state = jax.jit(transform.init)(params)
     step = transform.update  # not compiled: XLA would keep more of lion's momentum than bfloat16 holds
@@ -104,8 +104,8 @@ class FromGolden(Language):
         objective = LanguageObjective(
             settings["sequence_len"], settings["update_len"], settings["c_beta"], normalise="positions"
         )
-        stream = Bytes(np.zeros(settings["sequence_len"], np.uint8), 0, settings["sequence_len"])
-        data = Opened({"train": stream, "validation": stream}, ())
+        stream = ByteStream(np.zeros(settings["sequence_len"], np.uint8), 0, settings["sequence_len"])
+        data = Splits({"train": stream, "validation": stream}, ())
         super().__init__(vq_language, model.config, objective, ByteTokenizer.plain(), data, 0)
         self.there = there
 

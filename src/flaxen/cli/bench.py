@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flaxen.atomic import whole_file
+from flaxen.atomic import atomic_file
 from flaxen.errors import InputError
-from flaxen.host import settle_memory
+from flaxen.malloc import restart_with_tuned_malloc
 
 FORMS = {"vq": ("form=scan",), "vq-parallel": ("form=parallel",), "full": ("attention=full",)}
 
@@ -139,7 +139,7 @@ class BenchLanguage:
 
 
 def write_numbers(records: list[dict[str, Any]], path: Path) -> None:
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         json.dump(records, file, indent=1)
 
 
@@ -198,7 +198,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         found = _decode(model, ids[:, :-1], tokens, asked["repeats"])
         found["milliseconds"] = 1e3 * found["wall"] / tokens
     if config.attention == "vq":
-        found["state_bytes"] = vq_lm.state_bytes(jax.eval_shape(lambda: vq_lm.empty(config, 1)))
+        found["state_bytes"] = vq_lm.state_bytes(jax.eval_shape(lambda: vq_lm.initial_state(config, 1)))
     found["tokens_per_second"] = tokens / found["wall"]
     found["tokens_per_cpu_second"] = tokens / found["cpu"]
     found["gflops_per_cpu_second"] = (
@@ -232,7 +232,7 @@ def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
     from flaxen.train.settings import Optimizer
     from flaxen.train.step import compiled
 
-    transform = optim.make(Optimizer("adamw"), lambda step: jnp.asarray(1e-4))
+    transform = optim.make_optimizer(Optimizer("adamw"), lambda step: jnp.asarray(1e-4))
 
     def loss(model: Any, inputs: Any, labels: Any, state: Any) -> Any:
         sums, state, _ = model.loss(inputs, labels, state, commit=1e-4, learn=True)
@@ -247,7 +247,7 @@ def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
     now = [model, jax.jit(transform.init)(model)]
 
     def sequence() -> Any:
-        state = vq_lm.empty(model.config, 1)
+        state = vq_lm.initial_state(model.config, 1)
         for first in range(0, ids.shape[1] - 1, update):
             part = slice(first, first + update)
             now[0], now[1], state = update_once(*now, ids[:, :-1][:, part], ids[:, 1:][:, part], state)
@@ -282,5 +282,5 @@ def _decode(model: Any, ids: Any, tokens: int, repeats: int) -> dict[str, float]
 
 
 if __name__ == "__main__":
-    settle_memory()
+    restart_with_tuned_malloc()
     print(json.dumps(main(json.loads(sys.argv[1]))))

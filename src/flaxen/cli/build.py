@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flaxen import families
-from flaxen.cli.settings import Settings, Start
+from flaxen.cli.settings import ModelSettings, Settings
 from flaxen.cli.tasks import CODEBOOKS, TASKS, check_unused
-from flaxen.data.images import Processor
+from flaxen.data.images import ImageProcessor
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 from flaxen.families import Family
 from flaxen.hf import files, peft
 from flaxen.models.config import with_dropout
@@ -54,11 +54,11 @@ class OpenedSetup(Setup):
     def pretrained(self, model: Any) -> Pretrained:
         """A model with what belongs to it, to be saved."""
         modules = self.stored.modules if self.stored else None
-        return Pretrained(model, self.tokenizer, self.generation, self.processor, modules)
+        return Pretrained(model, self.tokenizer, self.generation_config, self.processor, modules)
 
 
 @dataclass(frozen=True)
-class Built:
+class RunComponents:
     """All that a run needs."""
 
     task: Task
@@ -66,11 +66,11 @@ class Built:
     abstract: Any  # the shape of what is trained
     initial: Callable[[], Any]  # what to start from, made when it is needed
     export: Callable[[Any, Path], None]  # writes what is trained to a directory
-    facts: dict[str, Any]  # what the settings came to: data, lengths, sizes
+    fingerprint: dict[str, Any]  # what the settings came to: data, lengths, sizes
     finish: Callable[[RunFiles], None]  # what else a run directory gets at its end
 
 
-def build(settings: Settings) -> Built:
+def build(settings: Settings) -> RunComponents:
     """Read the checkpoint's configuration and the data, and put the run together; weights come later."""
     begin = setup(settings.model)
     has_codebooks = settings.task == "language" and _has_codebooks(begin)
@@ -82,12 +82,12 @@ def build(settings: Settings) -> Built:
     abstract, seed = begin.family.model(task.config), settings.training.seed
 
     def weights() -> Any:
-        return task.start(begin.weights(task.config, seed=seed))
+        return task.prepare_model(begin.weights(task.config, seed=seed))
 
     make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
-    facts = task.facts | {"model": dataclasses.asdict(task.config)}
+    fingerprint = task.fingerprint | {"model": dataclasses.asdict(task.config)}
     if settings.lora.rank:
-        return _with_lora(settings, begin, task, abstract, weights, make, facts)
+        return _with_lora(settings, begin, task, abstract, weights, make, fingerprint)
     stepper = make()
     frozen(settings.optimizer, abstract)  # globs that match nothing fail now
 
@@ -95,7 +95,7 @@ def build(settings: Settings) -> Built:
         begin.pretrained(model).save(directory)
 
     finish = _draw_codebooks if has_codebooks else _nothing_else
-    return Built(task, stepper, abstract, weights, export, facts | {"steps": stepper.steps}, finish)
+    return RunComponents(task, stepper, abstract, weights, export, fingerprint | {"steps": stepper.steps}, finish)
 
 
 def _has_codebooks(begin: OpenedSetup) -> bool:
@@ -103,8 +103,14 @@ def _has_codebooks(begin: OpenedSetup) -> bool:
 
 
 def _with_lora(
-    settings: Settings, begin: OpenedSetup, task: Task, abstract: Any, weights: Any, make: Any, facts: dict[str, Any]
-) -> Built:
+    settings: Settings,
+    begin: OpenedSetup,
+    task: Task,
+    abstract: Any,
+    weights: Any,
+    make: Any,
+    fingerprint: dict[str, Any],
+) -> RunComponents:
     """What is trained is an adapter; the weights are its base."""
     chosen: LoRA = settings.lora
     if settings.optimizer.name in ("adamw-rms", "adafactor"):
@@ -124,9 +130,9 @@ def _with_lora(
         peft.write(adapter, rows, begin.family.peft_task, chosen.rank, alpha, directory, settings.model.init)
 
     stepper = make(whole, merged, weights)
-    initial = partial(lora.start, abstract, chosen, settings.training.seed)
+    initial = partial(lora.initial_adapter, abstract, chosen, settings.training.seed)
     shapes = lora.abstract(abstract, chosen)
-    return Built(task, stepper, shapes, initial, export, facts | {"steps": stepper.steps}, _nothing_else)
+    return RunComponents(task, stepper, shapes, initial, export, fingerprint | {"steps": stepper.steps}, _nothing_else)
 
 
 def open_task(settings: Settings, begin: OpenedSetup) -> Task:
@@ -146,7 +152,7 @@ def open_evaluation(name: str, asked: Any, begin: OpenedSetup, split: str) -> Ta
         asked = dataclasses.replace(asked, data=dataclasses.replace(data, train=own))
     opened = task.open(begin, asked, getattr(asked, "seed", 0), split, training=False)
     if not opened.validation_examples:
-        raise InputError(f"there is nothing to evaluate on; name files with --data.{split}{opened.too_short()}")
+        raise InputError(f"there is nothing to evaluate on; name files with --data.{split}{opened.why_no_validation()}")
     return opened
 
 
@@ -171,7 +177,7 @@ def _draw_codebooks(files: RunFiles) -> None:
     codebooks(loading.load(files.model).model, files.codebooks)
 
 
-def setup(model: Start) -> OpenedSetup:
+def setup(model: ModelSettings) -> OpenedSetup:
     """Configuration, tokenizer and the like; no weights are read or made."""
     _check_fields(model)
     stored: Stored | None = None
@@ -183,7 +189,7 @@ def setup(model: Start) -> OpenedSetup:
             can = f"only {' and '.join(family.changeable)}" if family.changeable else "none"
             raise InputError(f"model.fields {unchangeable[0]}: a checkpoint is what it is; {can} can be changed")
         config = changed(config, model.fields)
-        tokenizer = named_tokenizer(model.tokenizer, family) if model.tokenizer else stored.tokenizer()
+        tokenizer = load_named_tokenizer(model.tokenizer, family) if model.tokenizer else stored.tokenizer()
         if tokenizer is None:
             raise InputError(
                 f"{model.init} has no tokenizer files; name a tokenizer: --model.tokenizer, or --tokenizer of eval"
@@ -201,41 +207,41 @@ def setup(model: Start) -> OpenedSetup:
     return OpenedSetup(family, config, tokenizer, stored.generation if stored else {}, processor, stored)
 
 
-def _names(model: Start) -> list[str]:
+def _names(model: ModelSettings) -> list[str]:
     return [one.partition("=")[0] for one in model.fields]
 
 
-def _check_fields(model: Start) -> None:
+def _check_fields(model: ModelSettings) -> None:
     for name in _names(model):
         if name in ELSEWHERE:
             raise InputError(f"model.fields {name}: {ELSEWHERE[name]}")
 
 
-def _tokenizer_of_new(model: Start, family: Family) -> Tokenizer:
+def _tokenizer_of_new(model: ModelSettings, family: Family) -> Tokenizer:
     """The tokenizer of a model that starts from random weights."""
     bytewise = family.byte_presets is not None and (model.preset or "").startswith(family.byte_presets)
     if model.tokenizer is None and not bytewise:
         raise InputError("a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes")
-    return named_tokenizer(model.tokenizer or "bytes", family)
+    return load_named_tokenizer(model.tokenizer or "bytes", family)
 
 
 def _for_images(
-    config: Any, family: Family, processor: Processor | None, size: int | None
-) -> tuple[Any, Processor | None]:
+    config: Any, family: Family, processor: ImageProcessor | None, size: int | None
+) -> tuple[Any, ImageProcessor | None]:
     """For images of another size, both the encoder and what is done to images change."""
     if family.prompting.reads != "image" or not family.parts:
         if size is not None:
             raise InputError("model.image_size is for models that see images")
         return config, processor
     if size is None:
-        return config, processor or Processor.default(config.encoder.image_size)
+        return config, processor or ImageProcessor.default(config.encoder.image_size)
     encoder = dataclasses.replace(config.encoder, image_size=(size, size))
-    old = processor or Processor.default(size)
+    old = processor or ImageProcessor.default(size)
     resized = dataclasses.replace(old, size=(size, size), shortest_edge=None, crop=None)
     return dataclasses.replace(config, encoder=encoder), resized
 
 
-def named_tokenizer(name: str, family: Family = families.T5) -> Tokenizer:
+def load_named_tokenizer(name: str, family: Family = families.T5) -> Tokenizer:
     """The tokenizer of a directory or hub id; or bytes, as models of this family have them."""
     if name == "bytes":
         return family.bytes()
@@ -253,7 +259,7 @@ def changed(config: Any, fields: tuple[str, ...]) -> Any:
         name, equals, value = one.partition("=")
         if name not in known or not equals:
             raise InputError(
-                f"model.fields {one!r}: expected name=value{nearest(name, known)}; there are {', '.join(known)}"
+                f"model.fields {one!r}: expected name=value{did_you_mean(name, known)}; there are {', '.join(known)}"
             )
         try:
             truths = {"true": True, "false": False, "1": True, "0": False}

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flaxen.cli.settings import DenoiseSettings, Start
+from flaxen.cli.settings import DenoiseSettings, ModelSettings
 from flaxen.cli.train import Train
 from flaxen.cli.vocab import Vocab
 from flaxen.data.corpus import Corpus
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import DenoiseObjective
 from flaxen.train.run import RunFiles
 from flaxen.train.settings import Optimizer, Schedule, Training
 
@@ -70,10 +70,10 @@ class Demo:
         )
         settings = DenoiseSettings(
             out=run,
-            model=Start(init=str(start)),
+            model=ModelSettings(init=str(start)),
             data=data,
             # Short examples with two holes: the fewer sentinels there are, the sooner each is understood.
-            objective=Objective(input_length=32),
+            objective=DenoiseObjective(input_length=32),
             optimizer=Optimizer("adamw-rms", learning_rate=3e-2),
             schedule=Schedule("cosine"),
             training=Training(steps=self.steps, batch_size=16, log_every=200, eval_every=600, save_every=600),
@@ -135,12 +135,12 @@ def _head_start(vocabulary: Path) -> "Pretrained":
     """A small T5 with a preference for near neighbours, and with queries that look for keys of their own kind."""
     import jax.numpy as jnp
 
-    from flaxen.cli.build import named_tokenizer
+    from flaxen.cli.build import load_named_tokenizer
     from flaxen.models.t5 import Config
     from flaxen.pretrained import Pretrained, create
     from flaxen.tree import leaves, map_leaves
 
-    tokenizer = named_tokenizer(str(vocabulary))
+    tokenizer = load_named_tokenizer(str(vocabulary))
     rows = -(-tokenizer.size // 128) * 128
     config = Config(vocab_size=rows, activation="gelu_new", gated=True, dropout=0.0, **SIZES)  # type: ignore[arg-type]
     model = create(config, seed=0).model

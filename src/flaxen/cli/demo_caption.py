@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flaxen.atomic import whole_file
-from flaxen.cli.settings import CaptionSettings, Start
+from flaxen.atomic import atomic_file
+from flaxen.cli.settings import CaptionSettings, ModelSettings
 from flaxen.cli.train import Train
 from flaxen.data.captions import Captions
-from flaxen.tasks.objective import CaptionObjective, Writing
+from flaxen.tasks.objective import CaptionObjective, EvalGeneration
 from flaxen.train.run import RunFiles
 from flaxen.train.settings import Optimizer, Schedule, Training
 
@@ -78,10 +78,10 @@ class DemoCaption:
         console.print("\n[bold]2. Training: write the caption of a picture[/bold]")
         settings = CaptionSettings(
             out=run,
-            model=Start(preset="vit-tiny+gpt2-tiny", tokenizer=str(vocabulary), image_size=SIZE, dropout=0.0),
+            model=ModelSettings(preset="vit-tiny+gpt2-tiny", tokenizer=str(vocabulary), image_size=SIZE, dropout=0.0),
             data=Captions(train=(str(tables["train"]),), validation=(str(tables["validation"]),)),
             objective=CaptionObjective(length=16),
-            writing=Writing(examples=HELD_OUT, batch_size=50),
+            generation=EvalGeneration(examples=HELD_OUT, batch_size=50),
             optimizer=Optimizer("adamw", learning_rate=2e-3),
             schedule=Schedule("cosine"),
             training=Training(steps=self.steps, batch_size=32, log_every=100, eval_every=350, save_every=350),
@@ -136,7 +136,7 @@ def _draw(table: Path, found: list[Scene]) -> None:
     folder = table.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(table.stem)
-    with whole_file(table) as file:
+    with atomic_file(table) as file:
         for number, scene in enumerate(found):
             path = folder / f"{number:05}.png"
             picture(scene, draw).save(path)
@@ -178,14 +178,14 @@ def _write_vocabulary(directory: Path) -> None:
     """One token for each word that captions have."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from flaxen.hf.files import whole_directory, write_json
+    from flaxen.hf.files import atomic_directory, write_json
 
     words = {word for scene in scenes()[0] for word in scene.caption.split()}
     ids = {word: number for number, word in enumerate((*SPECIAL, *sorted(words)))}
     backend = Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(list(SPECIAL))
-    with whole_directory(directory, "tokenizer.json") as fresh:
+    with atomic_directory(directory, "tokenizer.json") as fresh:
         backend.save(str(fresh / "tokenizer.json"))
         names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
         write_json(fresh / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})

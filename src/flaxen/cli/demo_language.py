@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flaxen.cli.settings import LanguageSettings, Start
+from flaxen.cli.settings import LanguageSettings, ModelSettings
 from flaxen.cli.train import Train
-from flaxen.data.streams import Streamed
+from flaxen.data.streams import LanguageData
 from flaxen.tasks.objective import LanguageObjective
 from flaxen.train.run import RunFiles
 from flaxen.train.settings import Optimizer, Schedule, Training
@@ -54,8 +54,8 @@ class DemoLanguage:
         console.print("\n[bold]2. Training: predict the next byte[/bold]")
         settings = LanguageSettings(
             out=run,
-            model=Start(preset="vq-tiny"),
-            data=Streamed(train=(str(corpus),), kind="bytes", shares=(95.0, 5.0, 0.0)),
+            model=ModelSettings(preset="vq-tiny"),
+            data=LanguageData(train=(str(corpus),), kind="bytes", shares=(95.0, 5.0, 0.0)),
             objective=LanguageObjective(length=2048, update=1024, codebooks="data"),
             optimizer=Optimizer("adamw", learning_rate=3e-3, b2=0.98, clip=0.5),
             schedule=Schedule("cosine", warmup=20, floor=0.1),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from flaxen.cli.prompts import Resumable, ResumableArray, checkpoint_stamps, given_prompts, progress, windows
+from flaxen.cli.prompts import ResumableArray, ResumableLines, checkpoint_stamps, progress, read_prompts, windows
 from flaxen.data.files import kind_of, stamps
 from flaxen.data.tables import READERS
 from flaxen.errors import InputError
@@ -64,7 +64,7 @@ class Embed:
             raise InputError(f"--out {self.out}: expected a name that ends in .npy or .jsonl")
         if self.out is not None and self.out.suffix == ".npy" and self.pooling == "none":
             raise InputError("--pooling none has a row for every token, and texts differ in length; write .jsonl")
-        texts, n = given_prompts(self.text, self.file, self.column)
+        texts, n = read_prompts(self.text, self.file, self.column)
 
         import flaxen
         from flaxen.pretrained.embedding import Embedder
@@ -95,7 +95,7 @@ class Embed:
         # Whole windows are kept, so that the batches after them are those of a command that was never killed.
         stride = self._stride
         rows = out.suffix == ".npy"
-        opened: Any = ResumableArray(out, key, stride, n, embedder.width) if rows else Resumable(out, key, stride)
+        opened: Any = ResumableArray(out, key, stride, n, embedder.width) if rows else ResumableLines(out, key, stride)
         with closing(opened) as written:
             done = min(written.items * stride, n)
             if done:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
-from flaxen.cli.settings import Evaluation, Start
+from flaxen.cli.settings import Evaluation, ModelSettings
 from flaxen.cli.tasks import TASKS
 from flaxen.generate.options import Options, make_options
 
@@ -36,10 +36,10 @@ class Eval(Generic[E]):
 
         asked: Any = self.settings
         split = getattr(asked, "split", "validation")
-        begin = setup(Start(init=self.model, tokenizer=self.tokenizer, compute=self.compute))
+        begin = setup(ModelSettings(init=self.model, tokenizer=self.tokenizer, compute=self.compute))
         options = None
         if hasattr(asked, "options") and not asked.loss_only:
-            options = _chosen(asked.options, given, asked.objective.longest, begin.generation)
+            options = _chosen(asked.options, given, asked.objective.longest, begin.generation_config)
         task = open_evaluation(_task_name(asked), asked, begin, split)
         for note in task.evaluation_notes(asked.batch_size):
             print(note, file=sys.stderr)
@@ -48,7 +48,7 @@ class Eval(Generic[E]):
         if options is not None:
             where = (asked.out, getattr(asked, "sheet", None))
             values |= task.generate_and_score(model, options, asked.batch_size, asked.examples, *where, skipped)
-        print(task.counted(asked.examples, len(skipped)), file=sys.stderr)
+        print(task.describe_evaluated(asked.examples, len(skipped)), file=sys.stderr)
         print(json.dumps(({"split": split} if hasattr(asked, "split") else {}) | values))
 
 

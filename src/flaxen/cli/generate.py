@@ -1,4 +1,4 @@
-"""flaxen generate MODEL --text … | --image … | --file … | --pictures …"""
+"""flaxen generate MODEL --text … | --image … | --file … | --sample-images …"""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from flaxen.atomic import whole_file
-from flaxen.cli.prompts import Resumable, checkpoint_stamps, given_prompts, progress, windows
+from flaxen.atomic import atomic_file
+from flaxen.cli.prompts import ResumableLines, checkpoint_stamps, progress, read_prompts, windows
 from flaxen.data.files import kind_of, stamps
 from flaxen.data.tables import READERS
 from flaxen.errors import InputError
@@ -39,7 +39,7 @@ class Generate:
     column: str = "text"
     """Column of a table that holds the prompt, or a template such as 'summarize: {document}'. For a captioner, the path
     of a picture, from the folder of the table."""
-    pictures: int = 0
+    sample_images: int = 0
     """Draw so many pictures with a Transformer-VQ of pixels, into the directory --out, with a grid of them all."""
     memory: Path | None = None
     """Go on from what a Transformer-VQ had read when this file was written; --text is then what follows it."""
@@ -67,7 +67,7 @@ class Generate:
             raise InputError(f"--batch-size must be at least 1, got {self.batch_size}")
         if "column" in given and (self.file is None or kind_of(Path(self.file)) not in READERS):
             raise InputError("--column is of a table: give one with --file")
-        if "pictures" in given:
+        if "sample_images" in given:
             self._draw(given)
             return
         if self.memory and not self.text and not self.file and not self.image:
@@ -121,22 +121,22 @@ class Generate:
 
     def _draw(self, given: set[str]) -> None:
         """Pictures one by one as .png, and all of them in grid.png."""
-        if self.text or self.image or self.file is not None or self.out is None or self.pictures < 1:
-            raise InputError("--pictures needs a positive number, --out, a directory, and no prompts")
+        if self.text or self.image or self.file is not None or self.out is None or self.sample_images < 1:
+            raise InputError("--sample-images needs a positive number, --out, a directory, and no prompts")
         others = ("memory", "save_memory", "json", "stream", "bad_words")
         if ignored := [name for name in others if getattr(self, name)]:
-            raise InputError(f"--{ignored[0].replace('_', '-')} is not for --pictures")
+            raise InputError(f"--{ignored[0].replace('_', '-')} is not for --sample-images")
         import flaxen
-        from flaxen.cli.pictures import draw
+        from flaxen.cli.sample_images import draw
 
         pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter)
         options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
-        draw(pretrained, self.pictures, self.out, self.batch_size, options)
+        draw(pretrained, self.sample_images, self.out, self.batch_size, options)
 
     def _prompts(self) -> tuple[Iterable[tuple[str | None, str]], int]:
         if self.image:
             return [(str(path), str(path)) for path in self.image], len(self.image)
-        return given_prompts(self.text, self.file, self.column)
+        return read_prompts(self.text, self.file, self.column)
 
     def _to_file(
         self,
@@ -149,7 +149,7 @@ class Generate:
     ) -> None:
         """JSON lines survive a kill: the same command goes on behind the last whole window of prompts."""
         if not self.lines:
-            with whole_file(out) as file:
+            with atomic_file(out) as file:
                 for window in self._generate(pretrained, prompts, n, 0, options, memory):
                     file.writelines(line + "\n" for line in window)
             return
@@ -161,7 +161,7 @@ class Generate:
             "memory": stamps((self.memory,)) if self.memory else None,
         }  # fmt: skip
         each = make_options(options, pretrained.generation).num_return_sequences
-        with closing(Resumable(out, key, each)) as written:
+        with closing(ResumableLines(out, key, each)) as written:
             if written.items:
                 print(f"going on behind prompt {written.items:,} of {n:,}", file=sys.stderr)
             for window in self._generate(pretrained, prompts, n, written.items, options, memory):

@@ -20,6 +20,7 @@ from flaxen.cli.export import Export
 from flaxen.cli.generate import Generate
 from flaxen.cli.info import Info
 from flaxen.cli.preview import Preview
+from flaxen.cli.renamed import current_flags
 from flaxen.cli.replay import Replay
 from flaxen.cli.tasks import NOT_IN_PREVIEW, TASKS, without
 from flaxen.cli.train import Train
@@ -74,7 +75,7 @@ Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAX
 def main() -> None:
     """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
     try:
-        command, flags = _parsed(sys.argv[1:])
+        command, flags = _parsed(current_flags(sys.argv[1:]))
         if not hasattr(command, "run"):
             raise InputError(f"no command {sys.argv[1]!r}; give its words one by one, such as flaxen train denoise")
         command.run(_given(flags))

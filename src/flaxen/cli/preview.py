@@ -27,16 +27,16 @@ class Preview(Generic[S]):
         from rich.console import Console
 
         from flaxen.cli.build import open_task, setup
-        from flaxen.tasks.task import report_problems
+        from flaxen.tasks.task import report_skipped
 
         task, size = open_task(self.settings, setup(self.settings.model)), self.settings.training.batch_size
         console = Console(soft_wrap=True, highlight=False, emoji=False)
         for note in (*task.notes(size), task.vocabulary()):
             console.print(note, markup=False)
         batch = task.batch(self.step, size)
-        report_problems(task.problems(batch), set())
+        report_skipped(task.skipped_examples(batch), set())
         for row in range(min(self.examples, size)):
-            for title, text in task.show(batch, row).items():
+            for title, text in task.format_example(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
             console.print()

@@ -1,6 +1,6 @@
 """What the `flaxen` command does to its own process. Used as a library, Flaxen does none of it.
 
-malloc   restarts the process once, with a malloc that suits XLA (flaxen.host.settle_memory)
+malloc   restarts the process once, with a malloc that suits XLA (flaxen.malloc.settle_memory)
 cache    keeps compiled programs on disk, in flaxen/xla of $XDG_CACHE_HOME or ~/.cache
 logs     silences the loggers `absl` and `asyncio`, through which orbax reports every file and repeats every error
 images   ignores Pillow's warnings, which name no file; an image that cannot be read is reported by name

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
 
-from flaxen.data.files import decoded, kind_of, lines, silent, stamps
+from flaxen.data.files import decoded, ignore_progress, kind_of, lines, stamps
 from flaxen.data.pairs import Template
 from flaxen.data.tables import READERS, TableFiles
 from flaxen.errors import InputError
@@ -32,7 +32,7 @@ class PromptFile:
     def __iter__(self) -> Iterator[tuple[str | None, str]]:
         """(id, prompt), in order and in constant memory; the id is None unless the table has a column of them."""
         if kind_of(self.path) not in READERS:
-            for number, line in enumerate(_without_last_end(lines(decoded(self.path, "error", silent))), 1):
+            for number, line in enumerate(_without_last_end(lines(decoded(self.path, "error", ignore_progress))), 1):
                 yield None, filled(line, f"{self.path}, line {number}")
             return
         template, named = Template(self.column, "--column"), False
@@ -42,14 +42,12 @@ class PromptFile:
             named = "id" in columns
             return list(dict.fromkeys([*template.columns(columns, where), *(["id"] if named else [])]))
 
-        for where, row in TableFiles((self.path,)).rows(choose, "error", silent):
+        for where, row in TableFiles((self.path,)).rows(choose, "error", ignore_progress):
             text = filled(template.fill(row, None, where, "error"), where)
             yield (str(row["id"]) if named else None), text
 
 
-def given_prompts(
-    texts: tuple[str, ...], file: str | None, column: str
-) -> tuple[Iterable[tuple[str | None, str]], int]:
+def read_prompts(texts: tuple[str, ...], file: str | None, column: str) -> tuple[Iterable[tuple[str | None, str]], int]:
     """(id, prompt) of each of --text or --file, and how many there are: a wrong one fails now, not after an hour."""
     if texts:
         return [(None, text) for text in texts], len(texts)
@@ -118,7 +116,7 @@ def checkpoint_stamps(name: str | None, subfolder: str | None = None) -> list[li
     return stamps(tuple(sorted(found)))
 
 
-class Resumable:
+class ResumableLines:
     """A file of lines that is written in pieces and takes its name when it is complete.
 
     What was written before a kill is found again by `key`, which says all that the lines depend on; `items` is how many
@@ -154,7 +152,7 @@ class Resumable:
 
 
 class ResumableArray:
-    """As `Resumable`, but a .npy file of `n` rows of `width` float32 numbers, which are kept in whole groups of
+    """As `ResumableLines`, but a .npy file of `n` rows of `width` float32 numbers, which are kept in whole groups of
     `per_item` rows. Its header is written last."""
 
     def __init__(self, path: Path, key: dict[str, Any], per_item: int, n: int, width: int):

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from flaxen.errors import InputError, nearest
+from flaxen.cli.renamed import current_settings
+from flaxen.errors import InputError, did_you_mean
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ def from_dict(kind: type[T], values: dict[str, Any], where: str, missing: bool =
     hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:
-            raise InputError(f"{where}: no setting {name!r}{nearest(name, fields)}; there are {', '.join(fields)}")
+            raise InputError(f"{where}: no setting {name!r}{did_you_mean(name, fields)}; there are {', '.join(fields)}")
     found: dict[str, Any] = {}
     for name, field in fields.items():
         hint = hints[name]
@@ -67,7 +68,8 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     if origin is typing.Literal:
         if value not in options:
             raise InputError(
-                f"{where} must be one of {', '.join(map(str, options))}, got {value!r}{nearest(str(value), options)}"
+                f"{where} must be one of {', '.join(map(str, options))}, got {value!r}"
+                f"{did_you_mean(str(value), options)}"
             )
         return value
     if origin is typing.Annotated:
@@ -86,7 +88,8 @@ def read(kind: type[T], path: Path) -> T:
     import tomllib
 
     try:
-        return from_dict(kind, tomllib.loads(path.read_text(encoding="utf-8")), str(path), missing=True)
+        values = current_settings(tomllib.loads(path.read_text(encoding="utf-8")), str(path), report=True)
+        return from_dict(kind, values, str(path), missing=True)
     except FileNotFoundError:
         raise InputError(f"no recipe {path}; recipes are TOML files, such as those in recipes/") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -30,15 +30,15 @@ class Replay:
         from flaxen.cli.build import build
         from flaxen.cli.tasks import of_run
         from flaxen.errors import InputError
-        from flaxen.tasks.task import report_problems
+        from flaxen.tasks.task import report_skipped
         from flaxen.train.checkpoint import Checkpoints
-        from flaxen.train.run import RunFiles, check_facts
+        from flaxen.train.run import RunFiles, check_fingerprint
         from flaxen.tree import leaves
 
         process.quiet_checkpoints()
         settings = of_run(self.out)
         built = build(settings)
-        check_facts(self.out, built.facts)
+        check_fingerprint(self.out, built.fingerprint)
         stepper, size = built.stepper, settings.training.batch_size
         if not 1 <= self.step <= stepper.steps:
             raise InputError(f"--step must be in 1 … {stepper.steps}, the steps of the run; got {self.step}")
@@ -55,7 +55,7 @@ class Replay:
         for step in range(first, self.step - 1):
             state, _ = stepper.update(state, built.task.batch(step, size))
         batch = built.task.batch(self.step - 1, size)
-        report_problems(built.task.problems(batch), set())
+        report_skipped(built.task.skipped_examples(batch), set())
         before = {path: np.asarray(leaf, np.float64) for path, leaf in leaves(state.model).items()}
         _, gradient = stepper.gradient(state, batch)
         state, report = stepper.update(state, batch)
@@ -64,7 +64,7 @@ class Replay:
         norm, rate = float(report.norm), float(report.rate)
         console.print(f"step {self.step}: loss {loss!r}, gradient norm {norm!r}, learning rate {rate!r}")
         for row in range(min(self.examples, size)):
-            for title, text in built.task.show(batch, row).items():
+            for title, text in built.task.format_example(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
         rows = []

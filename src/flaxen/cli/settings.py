@@ -9,15 +9,21 @@ import tyro
 from flaxen.data.captions import Captions
 from flaxen.data.corpus import Corpus
 from flaxen.data.pairs import Pairs
-from flaxen.data.streams import Streamed
+from flaxen.data.streams import LanguageData
 from flaxen.errors import InputError
 from flaxen.generate.options import Options
-from flaxen.tasks.objective import CaptionObjective, LanguageObjective, Objective, PairObjective, Writing
+from flaxen.tasks.objective import (
+    CaptionObjective,
+    DenoiseObjective,
+    EvalGeneration,
+    LanguageObjective,
+    Seq2SeqObjective,
+)
 from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking, Training
 
 
 @dataclass(frozen=True)
-class Start:
+class ModelSettings:
     """The model: a checkpoint, or a preset or config.json with random weights."""
 
     init: str | None = None
@@ -56,7 +62,7 @@ class Start:
 class Settings:
     """What runs of all tasks depend on."""
 
-    model: Start
+    model: ModelSettings
     out: Path
     """Directory of the run. The same command goes on where it stopped, however it stopped."""
     task: tyro.conf.Suppress[str] = ""
@@ -73,7 +79,7 @@ class DenoiseSettings(Settings):
 
     task: tyro.conf.Suppress[Literal["denoise"]] = "denoise"
     data: Corpus = field(default_factory=Corpus)
-    objective: Objective = field(default_factory=Objective)
+    objective: DenoiseObjective = field(default_factory=DenoiseObjective)
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,8 @@ class Seq2SeqSettings(Settings):
 
     task: tyro.conf.Suppress[Literal["seq2seq"]] = "seq2seq"
     data: Pairs = field(default_factory=Pairs)
-    objective: PairObjective = field(default_factory=PairObjective)
-    writing: Writing = field(default_factory=Writing)
+    objective: Seq2SeqObjective = field(default_factory=Seq2SeqObjective)
+    generation: EvalGeneration = field(default_factory=EvalGeneration)
 
 
 FINE_TUNING: Any = field(default_factory=lambda: Optimizer(name="adamw", learning_rate=5e-5))
@@ -97,7 +103,7 @@ class CaptionSettings(Settings):
     task: tyro.conf.Suppress[Literal["caption"]] = "caption"
     data: Captions = field(default_factory=Captions)
     objective: CaptionObjective = field(default_factory=CaptionObjective)
-    writing: Writing = field(default_factory=Writing)
+    generation: EvalGeneration = field(default_factory=EvalGeneration)
 
 
 PRE_TRAINING: Any = field(default_factory=lambda: Optimizer(name="adamw"))
@@ -109,7 +115,7 @@ class LanguageSettings(Settings):
 
     optimizer: Optimizer = PRE_TRAINING
     task: tyro.conf.Suppress[Literal["language"]] = "language"
-    data: Streamed = field(default_factory=Streamed)
+    data: LanguageData = field(default_factory=LanguageData)
     objective: LanguageObjective = field(default_factory=LanguageObjective)
 
 
@@ -134,7 +140,7 @@ class DenoiseEvaluation(Evaluation):
     """Loss, perplexity and accuracy of a checkpoint on held-out text, exact whatever the batch size."""
 
     data: Corpus = field(default_factory=Corpus)
-    objective: Objective = field(default_factory=Objective)
+    objective: DenoiseObjective = field(default_factory=DenoiseObjective)
     batch_size: int = 32
     """Examples computed together; it changes no result."""
     seed: int = 0
@@ -146,7 +152,7 @@ class Seq2SeqEvaluation(Evaluation):
     """Loss of a checkpoint on pairs of texts, and ROUGE, BLEU, chrF and exact match of what it generates."""
 
     data: Pairs = field(default_factory=Pairs)
-    objective: PairObjective = field(default_factory=PairObjective)
+    objective: Seq2SeqObjective = field(default_factory=Seq2SeqObjective)
     out: Path | None = None
     """Write id, prediction and reference of every pair to this .jsonl file."""
     loss_only: bool = False
@@ -154,9 +160,9 @@ class Seq2SeqEvaluation(Evaluation):
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     @property
-    def writing(self) -> Writing:
+    def generation(self) -> EvalGeneration:
         """How training would generate: not asked for here."""
-        return Writing()
+        return EvalGeneration()
 
 
 @dataclass(frozen=True)
@@ -174,16 +180,16 @@ class CaptionEvaluation(Evaluation):
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     @property
-    def writing(self) -> Writing:
+    def generation(self) -> EvalGeneration:
         """How training would generate: not asked for here."""
-        return Writing()
+        return EvalGeneration()
 
 
 @dataclass(frozen=True)
 class LanguageEvaluation(Evaluation):
     """Loss of a language model in nats, bits per byte or per dimension, and word perplexity."""
 
-    data: Streamed = field(default_factory=Streamed)
+    data: LanguageData = field(default_factory=LanguageData)
     objective: LanguageObjective = field(default_factory=LanguageObjective)
     split: Literal["validation", "test"] = "validation"
     """Which part of the data to evaluate on."""

@@ -15,6 +15,7 @@ import tyro
 
 from flaxen.cli import settings
 from flaxen.cli.recipe import from_dict
+from flaxen.cli.renamed import current_settings
 from flaxen.cli.settings import Evaluation, Settings
 from flaxen.errors import InputError
 
@@ -45,7 +46,7 @@ VQ_ONLY = ("optimizer.codebook", "optimizer.restart", "optimizer.reference", "sc
 IMAGES_ONLY = ("model.image_size",)
 # They change nothing that is shown; batch size and seed do.
 NOT_IN_PREVIEW = (
-    "out", "optimizer", "schedule", "lora", "tracking", "writing", "objective.z_loss", "objective.smoothing",
+    "out", "optimizer", "schedule", "lora", "tracking", "generation", "objective.z_loss", "objective.label_smoothing",
     "objective.commit", "objective.normalise", "objective.codebooks", "objective.continued", "training.steps",
     "training.epochs", "training.accumulate", "training.log_every", "training.eval_every", "training.eval_batch_size",
     "training.eval_examples", "training.save_every", "training.keep", "training.keep_best",
@@ -67,7 +68,7 @@ TASKS: dict[str, TaskRow] = {
         evaluation=settings.Seq2SeqEvaluation,
         home="flaxen.tasks.seq2seq:Seq2Seq",
         not_in_training=(*VQ_ONLY, *IMAGES_ONLY),
-        not_in_evaluation=("objective.smoothing", "objective.z_loss", "objective.batching"),
+        not_in_evaluation=("objective.label_smoothing", "objective.z_loss", "objective.batching"),
     ),
     "caption": TaskRow(
         about="Train a captioner, ViT + GPT-2, on images with captions.",
@@ -76,7 +77,7 @@ TASKS: dict[str, TaskRow] = {
         evaluation=settings.CaptionEvaluation,
         home="flaxen.tasks.caption:Caption",
         not_in_training=VQ_ONLY,
-        not_in_evaluation=("objective.smoothing", "objective.z_loss"),
+        not_in_evaluation=("objective.label_smoothing", "objective.z_loss"),
     ),
     "language": TaskRow(
         about="Train a Transformer-VQ or a GPT-2 to predict text, bytes or pixels.",
@@ -100,7 +101,8 @@ def of_run(directory: Path) -> Settings:
     """The settings that a run directory records."""
     from flaxen.train.run import RunFiles, read_config
 
-    values, path = read_config(directory), RunFiles(directory).config
+    path = RunFiles(directory).config
+    values = current_settings(read_config(directory), str(path))
     return from_dict(of_name(values.get("task", "denoise"), path).settings, values, str(path))
 
 

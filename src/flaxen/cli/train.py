@@ -10,6 +10,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import tyro
 
 from flaxen.cli.recipe import from_dict, to_dict
+from flaxen.cli.renamed import current_settings
 from flaxen.cli.settings import Settings
 from flaxen.cli.tasks import CODEBOOKS, TASKS, check_unused
 
@@ -50,7 +51,10 @@ class Train(Generic[S]):
         built = build(settings)
         # Weights that cannot be read must not leave a new directory behind; a run that is resumed may not need them.
         model = None if RunFiles(settings.out).config.exists() else built.initial()
-        with closing(Run(settings.out, recorded, built.facts, completed)) as run, process.stop_signals() as received:
+        with (
+            closing(Run(settings.out, recorded, built.fingerprint, completed)) as run,
+            process.stop_signals() as received,
+        ):
             initial = built.initial if model is None else lambda: model
             if model is not None and not self.quiet:  # a run that is resumed has said it before
                 print(*built.task.notes(settings.training.batch_size), sep="\n", file=sys.stderr)
@@ -66,5 +70,5 @@ def record(settings: Settings) -> dict[str, Any]:
 
 def completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Recorded settings with the defaults of those that there were not yet."""
-    row = TASKS.get(recorded.get("task", "denoise"))
-    return record(from_dict(row.settings, recorded, "config.toml of the run")) if row else recorded
+    row, where = TASKS.get(recorded.get("task", "denoise")), "config.toml of the run"
+    return record(from_dict(row.settings, current_settings(recorded, where), where)) if row else recorded

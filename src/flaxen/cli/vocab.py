@@ -45,7 +45,7 @@ class Vocab:
     Transformer-VQ's for PG-19; --kind bpe merges bytes). transformers 5 takes bpe for unigram: other tokens."""
 
     def run(self, given: set[str]) -> None:
-        from flaxen.hf.files import whole_directory
+        from flaxen.hf.files import atomic_directory
 
         alone = [name for name in ("coverage", "byte_fallback", "sample", "model_type") if name in given]
         if self.kind == "bpe" and alone:
@@ -54,7 +54,7 @@ class Vocab:
         _check_free(out)
         files, shown = self._train()
         _check_free(out)  # training takes a while, and whole_directory would replace a checkpoint
-        with whole_directory(out) as directory:
+        with atomic_directory(out) as directory:
             for name, content in files.items():
                 (directory / name).write_bytes(content)
         tokenizer = load_tokenizer(out)

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxen.data.files import Invalid, Report, decoded, kind_of, lines, silent
-from flaxen.data.images import Unreadable
+from flaxen.data.files import Invalid, OnProgress, decoded, ignore_progress, kind_of, lines
+from flaxen.data.images import UnreadableImage
 from flaxen.data.pairs import Template
 from flaxen.data.tables import Row, no_column, rows, text_cell
 from flaxen.errors import InputError
@@ -54,7 +54,7 @@ def _metadata(folder: Path) -> str:
     raise InputError(f"{folder} has no {' or '.join(METADATA)}; add one with the columns file_name and caption")
 
 
-class Item(NamedTuple):
+class CaptionRow(NamedTuple):
     """A row: its image is a path, the bytes of a file, or missing."""
 
     where: str
@@ -64,14 +64,14 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Listed:
+class ImageTable:
     """Images that are files, and a table of them."""
 
     columns: Columns
     path: Path
     folder: Path
 
-    def items(self, report: Report = silent) -> Iterator[Item]:
+    def items(self, on_progress: OnProgress = ignore_progress) -> Iterator[CaptionRow]:
         columns, path, invalid = self.columns, self.path, self.columns.invalid
         image, caption = columns.image, Template(columns.caption, "--data.caption")
 
@@ -81,13 +81,13 @@ class Listed:
             return [image, *caption.columns(there, where)]
 
         coco = _coco(path, invalid)
-        table = rows(path, choose, invalid, report) if coco is None else _coco_rows(path, coco, columns)
+        table = rows(path, choose, invalid, on_progress) if coco is None else _coco_rows(path, coco, columns)
         for where, row in table:
             name = text_cell(row[image], image, where, invalid, "--data.image")
-            yield Item(where, name, name or "", _texts(caption, row, where, invalid))
+            yield CaptionRow(where, name, name or "", _texts(caption, row, where, invalid))
 
 
-class Cells:
+class ImageColumn:
     """Images in a column of a data set, read by row."""
 
     def __init__(self, columns: Columns, dataset: Any, name: str, folder: Path | None):
@@ -102,7 +102,7 @@ class Cells:
                 "choose another with --data.image"
             )
 
-    def items(self, report: Report = silent) -> Iterator[Item]:
+    def items(self, on_progress: OnProgress = ignore_progress) -> Iterator[CaptionRow]:
         texts = list(dict.fromkeys(self.caption.columns(self.table.column_names, self.name)))
         number = 0
         needed = list(dict.fromkeys([self.column, *texts]))
@@ -116,7 +116,7 @@ class Cells:
                 where = f"{self.name}, row {number}"
                 image, name = _image(cell)
                 captions = _texts(self.caption, row, where, self.invalid)
-                yield Item(where, image, name or f"row {number}", captions)
+                yield CaptionRow(where, image, name or f"row {number}", captions)
 
     def read(self, row: int) -> bytes:
         return bytes(_image(self.images[row].column(0)[0])[0])
@@ -152,12 +152,12 @@ def read_parquet(path: Path, cache: Path | None) -> Any:
 
 def _coco(path: Path, invalid: Invalid) -> dict[str, Any] | None:
     """The whole of COCO's annotations, if the file has them."""
-    if kind_of(path) != ".json" or not next(decoded(path, invalid, silent), "").lstrip().startswith("{"):
+    if kind_of(path) != ".json" or not next(decoded(path, invalid, ignore_progress), "").lstrip().startswith("{"):
         return None
-    first = next((line for line in lines(decoded(path, invalid, silent)) if line.strip()), "")
+    first = next((line for line in lines(decoded(path, invalid, ignore_progress)) if line.strip()), "")
     for text in (first, None):  # all in one line, or over many; if the first line is a row, the others are not read
         try:
-            whole = json.loads("".join(decoded(path, invalid, silent)) if text is None else text)
+            whole = json.loads("".join(decoded(path, invalid, ignore_progress)) if text is None else text)
         except (ValueError, RecursionError):
             continue
         return whole if isinstance(whole, dict) and {"images", "annotations"} <= whole.keys() else None
@@ -198,7 +198,7 @@ def find(name: str, folder: Path | None, where: str) -> str:
     try:
         file, root = os.path.realpath((folder or Path()) / name), _real(folder or Path("/"))
     except (OSError, ValueError) as error:
-        raise Unreadable(str(error)) from None
+        raise UnreadableImage(str(error)) from None
     if os.path.commonpath([file, root]) != root:
         raise InputError(
             f"{where}: {name!r} leads to {file}, outside the folder of the images, {root}; "
@@ -217,7 +217,7 @@ def stamp(file: str) -> list[int]:
     try:
         about = os.stat(file)
     except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from None
+        raise UnreadableImage(error.strerror or str(error)) from None
     if not stat.S_ISREG(about.st_mode) or not about.st_size:
-        raise Unreadable("the file is empty" if stat.S_ISREG(about.st_mode) else "not a file")
+        raise UnreadableImage("the file is empty" if stat.S_ISREG(about.st_mode) else "not a file")
     return [about.st_size, about.st_mtime_ns]

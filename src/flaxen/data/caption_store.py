@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flaxen.data.captions import CaptionSet
-from flaxen.data.files import Report, silent
+from flaxen.data.files import OnProgress, ignore_progress
 from flaxen.data.store import TokenStore, open_store
 from flaxen.data.tokenizers import Tokenizer
 
@@ -28,7 +28,7 @@ class CaptionTexts:
     def identity(self) -> dict[str, Any]:
         return {"lowercase": self.lowercase, **self.captions.identity()}
 
-    def texts(self, report: Report = silent) -> Iterator[str]:
+    def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
         for i in range(len(self.captions)):
             for text in self.captions.captions(i):
                 yield text.lower() if self.lowercase else text

@@ -10,11 +10,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsInt, get_args
 
-from flaxen.data.caption_rows import CAPTION, IMAGE, Cells, Columns, Item, Listed, find, listed, read_parquet, stamp
-from flaxen.data.corpus import Places
-from flaxen.data.files import Report, kind_of, named, silent, stamps, stat_of
+from flaxen.data.caption_rows import (
+    CAPTION,
+    IMAGE,
+    CaptionRow,
+    Columns,
+    ImageColumn,
+    ImageTable,
+    find,
+    listed,
+    read_parquet,
+    stamp,
+)
+from flaxen.data.corpus import DataLocation
+from flaxen.data.files import OnProgress, ignore_progress, kind_of, named, stamps, stat_of
 from flaxen.data.hub import DatasetRows
-from flaxen.data.images import MAX_PIXELS, Processor, Unreadable, open_image
+from flaxen.data.images import MAX_PIXELS, ImageProcessor, UnreadableImage, open_image
 from flaxen.data.pairs import Template
 from flaxen.errors import InputError
 
@@ -28,7 +39,7 @@ TAIL = 4096  # bytes of an image that are looked at before it is compared with a
 
 
 @dataclass(frozen=True)
-class Captions(Places):
+class Captions(DataLocation):
     """Images with captions: .jsonl .json .csv .tsv .parquet files, COCO's annotations, folders that have a metadata
     file, or a Hugging Face data set. Rows of the same image are one image with several captions."""
 
@@ -59,10 +70,10 @@ class Captions(Places):
             raise InputError(f"expected columns, a list of captions without *, got {self.image!r} and {self.caption!r}")
 
     def train_source(self) -> "CaptionSource":
-        return Places.train_source(replace(self, train=listed(self.train)))  # type: ignore[return-value]
+        return DataLocation.train_source(replace(self, train=listed(self.train)))  # type: ignore[return-value]
 
     def validation_source(self) -> "CaptionSource | None":
-        return Places.validation_source(replace(self, validation=listed(self.validation)))  # type: ignore[return-value]
+        return DataLocation.validation_source(replace(self, validation=listed(self.validation)))  # type: ignore[return-value]
 
     def _of_files(self, paths: tuple[Path, ...]) -> "CaptionSource":
         for path in paths:
@@ -96,13 +107,13 @@ class CaptionSource:
         about = {name: getattr(self.data, name) for name in names} | {"images": str(self.data.images)}
         return {"captions": about, **(self.split.identity() if self.split else {"files": stamps(self.paths)})}
 
-    def texts(self, report: Report = silent) -> Iterator[str]:
+    def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
         """The captions that are not blank, row by row."""
         for origin in self.origins():
-            for item in origin.items(report):
+            for item in origin.items(on_progress):
                 yield from (text for text in item.captions if not _blank(text))
 
-    def origins(self) -> Iterator[Listed | Cells]:
+    def origins(self) -> Iterator[ImageTable | ImageColumn]:
         """Where the rows are, each with the folder of its images."""
         data, images = self.data, self.data.images and self.data.images.expanduser()
         columns = Columns(data.image, data.caption, data.invalid)
@@ -111,12 +122,12 @@ class CaptionSource:
         if self.split:
             directory = Path(self.split.dataset).expanduser()
             folder = images or (directory if directory.is_dir() else None)
-            yield Cells(columns, self.split.load(), self.split.name, folder)
+            yield ImageColumn(columns, self.split.load(), self.split.name, folder)
         for path in self.paths:
             if kind_of(path) == ".parquet":
-                yield Cells(columns, read_parquet(path, data.cache), str(path), images or path.parent)
+                yield ImageColumn(columns, read_parquet(path, data.cache), str(path), images or path.parent)
             else:
-                yield Listed(columns, path, images or path.parent)
+                yield ImageTable(columns, path, images or path.parent)
 
 
 @dataclass(eq=False, repr=False)
@@ -130,7 +141,7 @@ class CaptionSet:
     """Captions that an image already had."""
     digest: str = ""
     part: tuple[int, int] | None = None
-    _origins: list[Listed | Cells] = field(default_factory=list)
+    _origins: list[ImageTable | ImageColumn] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _captions: list[list[str]] = field(default_factory=list)
     _places: array = field(default_factory=lambda: array("q"))  # by turns: which origin, and which row of it or FILE
@@ -164,7 +175,7 @@ class CaptionSet:
 
     def _file(self, number: int) -> bytes | Path:
         origin, row = self._origins[self._places[2 * number]], self._places[2 * number + 1]
-        if row != FILE and isinstance(origin, Cells):
+        if row != FILE and isinstance(origin, ImageColumn):
             return origin.read(row)
         return (origin.folder or Path()) / self._names[number]
 
@@ -180,7 +191,7 @@ def open_captions(data: Captions) -> tuple[CaptionSet, CaptionSet]:
 
 def read_captions(source: CaptionSource) -> CaptionSet:
     """All of a source. No image is opened: files are looked for, and bytes counted."""
-    reading = _Reading(source)
+    reading = _CaptionReader(source)
     for origin in source.origins():
         reading.found._origins.append(origin)
         for row, item in enumerate(origin.items()):
@@ -188,7 +199,7 @@ def read_captions(source: CaptionSource) -> CaptionSet:
     return reading.done()
 
 
-class _Reading:
+class _CaptionReader:
     """A set while it is read."""
 
     def __init__(self, source: CaptionSource):
@@ -197,16 +208,16 @@ class _Reading:
         self.files: dict[str, int | None] = {}  # their numbers; None for one that is left out
         self.alike: dict[tuple[int, int], list[int]] = {}  # the numbers of images of so many bytes that end so
 
-    def add(self, item: Item, row: int) -> None:
+    def add(self, item: CaptionRow, row: int) -> None:
         texts = [text for text in item.captions if not _blank(text)]
         for _ in range(max(len(item.captions), 1) - len(texts)):
-            self.leave_out("empty", f"{item.where}: the caption of {item.name!r} is empty")
+            self.skip("empty", f"{item.where}: the caption of {item.name!r} is empty")
         if not texts:
             return
         try:
             number = self.of_file(item) if isinstance(item.image, str) else self.of_bytes(item, row)
-        except Unreadable as error:
-            self.leave_out("unreadable", f"{item.where}: cannot read the image {item.name!r}: {error}")
+        except UnreadableImage as error:
+            self.skip("unreadable", f"{item.where}: cannot read the image {item.name!r}: {error}")
             return
         if number is None:
             return
@@ -218,16 +229,16 @@ class _Reading:
                 captions.append(text)
                 self.digest.update(json.dumps([number, text]).encode())
 
-    def of_file(self, item: Item) -> int | None:
+    def of_file(self, item: CaptionRow) -> int | None:
         file = find(item.image, self.found._origins[-1].folder, item.where)
         if file not in self.files:
             self.files[file] = None
             self.files[file] = self.new(item, FILE, stamp(file))
         return self.files[file]
 
-    def of_bytes(self, item: Item, row: int) -> int:
+    def of_bytes(self, item: CaptionRow, row: int) -> int:
         if not item.image:
-            raise Unreadable("there is none" if item.image is None else "no bytes")
+            raise UnreadableImage("there is none" if item.image is None else "no bytes")
         alike = self.alike.setdefault((len(item.image), hash(bytes(item.image[-TAIL:]))), [])
         for number in alike:
             if self.found._file(number) == item.image:
@@ -235,7 +246,7 @@ class _Reading:
         alike.append(self.new(item, row, [len(item.image)]))
         return alike[-1]
 
-    def new(self, item: Item, row: int, stamp: list[int]) -> int:
+    def new(self, item: CaptionRow, row: int, stamp: list[int]) -> int:
         found = self.found
         found._names.append(item.name)
         found._captions.append([])
@@ -243,7 +254,7 @@ class _Reading:
         self.digest.update(json.dumps([item.name, *stamp]).encode())
         return len(found) - 1
 
-    def leave_out(self, flag: Literal["empty", "unreadable"], what: str) -> None:
+    def skip(self, flag: Literal["empty", "unreadable"], what: str) -> None:
         if getattr(self.data, flag) == "error":
             raise InputError(f"{what}; mend it, or leave such rows out with --data.{flag} skip")
         self.found.problems.append(what)
@@ -266,7 +277,7 @@ def _blank(text: str) -> bool:
 
 
 def pixels(
-    captions: CaptionSet, numbers: Iterable[SupportsInt], processor: Processor, workers: int | None = None
+    captions: CaptionSet, numbers: Iterable[SupportsInt], processor: ImageProcessor, workers: int | None = None
 ) -> "tuple[numpy.ndarray, list[tuple[int, str]]]":
     """float32 [B, 3, H, W] of the images with these numbers, by so many threads (default: one for each core); rows that
     cannot be read are zeros, and are told with the reason."""
@@ -280,7 +291,7 @@ def pixels(
     def fill(row: int) -> str | None:
         try:
             batch[row] = processor(captions.image(chosen[row]))
-        except Unreadable as error:
+        except UnreadableImage as error:
             return str(error)
         return None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
-from flaxen.data.files import Invalid, Report, find_files, silent
+from flaxen.data.files import Invalid, OnProgress, find_files, ignore_progress
 from flaxen.data.hub import DatasetRows
 from flaxen.data.tables import text_cell
 from flaxen.data.text_files import TextFiles, Unit, choose_column
@@ -13,7 +13,7 @@ from flaxen.errors import InputError
 
 
 @runtime_checkable
-class Source(Protocol):
+class DataSource(Protocol):
     """Documents in order."""
 
     @property
@@ -22,9 +22,9 @@ class Source(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes on disk, which `report` counts up to; None if that is not known."""
+        """Bytes on disk, which `on_progress` counts up to; None if that is not known."""
 
-    def texts(self, report: Report = silent) -> Iterator[str]:
+    def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
         """The documents that are not blank, in constant memory."""
 
     def identity(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Places:
+class DataLocation:
     """Where data lies: files, or a Hugging Face data set."""
 
     train: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Places:
         if alone and not self.dataset:
             raise InputError(f"{alone[0]} belongs to a data set; name one with --data.dataset")
 
-    def train_source(self) -> Source:
+    def train_source(self) -> DataSource:
         """What to train on."""
         # Not checked in __post_init__: default flags stand for flags that are not read yet.
         if bool(self.train) == bool(self.dataset):
@@ -75,21 +75,21 @@ class Places:
             raise InputError(f"expected files (--data.train) or a data set (--data.dataset), got {got}")
         return self._of_split(self.split) if self.dataset else self._of_files(find_files(self.train))
 
-    def validation_source(self) -> Source | None:
+    def validation_source(self) -> DataSource | None:
         """What to validate on, if it is apart from the training data."""
         if self.validation:
             return self._of_files(find_files(self.validation))
         return self._of_split(self.validation_split) if self.validation_split else None
 
-    def _of_files(self, paths: tuple[Path, ...]) -> Source:
+    def _of_files(self, paths: tuple[Path, ...]) -> DataSource:
         raise NotImplementedError
 
-    def _of_split(self, split: str) -> Source:
+    def _of_split(self, split: str) -> DataSource:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Corpus(Places):
+class Corpus(DataLocation):
     """Text to train on: files, or a Hugging Face data set."""
 
     column: str | None = None
@@ -117,7 +117,7 @@ class DatasetSplit(DatasetRows):
     column: str | None = None
     invalid: Invalid = "error"
 
-    def texts(self, report: Report = silent) -> Iterator[str]:
+    def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
         column = self.column or ""
 
         def choose(columns: list[str], where: str) -> list[str]:
@@ -125,7 +125,7 @@ class DatasetSplit(DatasetRows):
             column = choose_column(self.column, columns, where)
             return [column]
 
-        for where, row in self.rows(choose, self.invalid, report):
+        for where, row in self.rows(choose, self.invalid, on_progress):
             text = text_cell(row[column], column, where, self.invalid)
             if text and not text.isspace():
                 yield text

@@ -11,15 +11,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 
 BLOCK = 1 << 20
 KINDS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 Invalid = Literal["error", "replace"]
-Report = Callable[[int], None]  # hears how many bytes are read
+OnProgress = Callable[[int], None]  # hears how many bytes are read
 
 
-def silent(position: int) -> None:
+def ignore_progress(position: int) -> None:
     """No report."""
 
 
@@ -35,7 +35,7 @@ def _find(pattern: str, any_kind: bool) -> list[Path]:
     if path.exists():
         found = [path]
     elif not glob.has_magic(pattern):
-        raise InputError(f"no file {pattern!r}{nearest(path.name, [p.name for p in path.parent.glob('*')])}")
+        raise InputError(f"no file {pattern!r}{did_you_mean(path.name, [p.name for p in path.parent.glob('*')])}")
     else:
         found = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if not Path(p).is_dir()]
     if not found:
@@ -78,7 +78,7 @@ def unreadable(path: Path, error: OSError) -> InputError:
     return InputError(f"cannot read {path}: {error.strerror or error}; check the file and its permissions")
 
 
-def _blocks(path: Path, report: Report) -> Iterator[bytes]:
+def _blocks(path: Path, on_progress: OnProgress) -> Iterator[bytes]:
     """The bytes of a text file, unpacked."""
     try:
         with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) if packed(path) else raw as file:
@@ -87,7 +87,7 @@ def _blocks(path: Path, report: Report) -> Iterator[bytes]:
             while block := file.read(BLOCK):
                 if b"\0" in block:
                     raise InputError(f"{path} looks like a binary file (it has NUL bytes); expected UTF-8 text")
-                report(raw.tell())
+                on_progress(raw.tell())
                 yield block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} is no whole gzip file, perhaps cut short ({error}); fetch it again") from None
@@ -95,12 +95,12 @@ def _blocks(path: Path, report: Report) -> Iterator[bytes]:
         raise unreadable(path, error) from None
 
 
-def decoded(path: Path, invalid: Invalid, report: Report) -> Iterator[str]:
+def decoded(path: Path, invalid: Invalid, on_progress: OnProgress) -> Iterator[str]:
     """Blocks of text whose only line end is \\n, without a byte order mark."""
     utf8 = codecs.getincrementaldecoder("utf-8")("strict" if invalid == "error" else "replace")
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
     end, line, begun = 0, 1, False
-    for block in chain(_blocks(path, report), [b""]):
+    for block in chain(_blocks(path, on_progress), [b""]):
         end += len(block)
         try:
             text = decoder.decode(block, final=not block)

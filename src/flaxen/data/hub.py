@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flaxen.data.files import Invalid, Report
+from flaxen.data.files import Invalid, OnProgress
 from flaxen.data.tables import Choose, Row
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DatasetRows:
         except (OSError, ValueError, RuntimeError) as error:
             raise self._failure(error) from error
 
-    def rows(self, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
+    def rows(self, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
         table = self.load()
         try:
             columns = table.column_names or list(next(iter(table), {}))  # a stream may not know before it reads
@@ -76,7 +76,7 @@ class DatasetRows:
         else:
             return None
         if self.split not in splits:
-            there = f"{', '.join(splits)}{nearest(self.split, splits)}"
+            there = f"{', '.join(splits)}{did_you_mean(self.split, splits)}"
             raise InputError(
                 f"{self.dataset} has no split {self.split!r}; there are: {there}; choose with --data.split"
             )

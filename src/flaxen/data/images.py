@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy
@@ -23,7 +23,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM
 ORIENTATION = 0x0112  # EXIF's tag
 
 
-class Unreadable(Exception):
+class UnreadableImage(Exception):
     """An image that cannot be read, and why."""
 
 
@@ -38,7 +38,7 @@ def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image
     try:
         with _stream(source) as stream, Image.open(stream, formats=formats) as image:
             if image.width * image.height > max_pixels:
-                raise Unreadable(f"{image.width:,} x {image.height:,} pixels, more than {max_pixels:,}")
+                raise UnreadableImage(f"{image.width:,} x {image.height:,} pixels, more than {max_pixels:,}")
             image.load()
             turns = Image.Transpose
             turn = {
@@ -46,27 +46,27 @@ def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image
                 6: turns.ROTATE_270, 7: turns.TRANSVERSE, 8: turns.ROTATE_90,
             }.get(image.getexif().get(ORIENTATION, 1))  # fmt: skip
             return _rgb(image if turn is None else image.transpose(turn))
-    except Unreadable:
+    except UnreadableImage:
         raise
     except UnidentifiedImageError:
-        raise Unreadable(f"no image, or none of {', '.join(formats)}") from None
+        raise UnreadableImage(f"no image, or none of {', '.join(formats)}") from None
     except Image.DecompressionBombError:
-        raise Unreadable(f"more than {max_pixels:,} pixels") from None
+        raise UnreadableImage(f"more than {max_pixels:,} pixels") from None
     except Exception as error:  # broken data makes Pillow raise nearly anything
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise Unreadable(said.splitlines()[0]) from None
+        raise UnreadableImage(said.splitlines()[0]) from None
 
 
 def _stream(source: bytes | Path) -> io.BytesIO | io.BufferedReader:
     if isinstance(source, bytes):
         if not source:
-            raise Unreadable("no bytes")
+            raise UnreadableImage("no bytes")
         return io.BytesIO(source)
     about = source.stat()
     if not stat.S_ISREG(about.st_mode):  # a pipe would wait for ever
-        raise Unreadable("not a file")
+        raise UnreadableImage("not a file")
     if not about.st_size:
-        raise Unreadable("the file is empty")
+        raise UnreadableImage("the file is empty")
     return source.open("rb")
 
 
@@ -77,12 +77,12 @@ def _rgb(image: "PIL.Image.Image") -> "PIL.Image.Image":
     if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255
         values = np.asarray(image)
         if values.min() < 0 or values.max() >= 1 << 16:
-            raise Unreadable("integers beyond 16 bits")
+            raise UnreadableImage("integers beyond 16 bits")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode == "F":
         values = np.asarray(image)
         if not (values.min() >= 0 and values.max() <= 1):  # nor NaN
-            raise Unreadable("floating-point pixels beyond 0 … 1")
+            raise UnreadableImage("floating-point pixels beyond 0 … 1")
         image = Image.fromarray(np.round(values * 255).astype(np.uint8))
     image = image.convert("RGB")
     image.info.pop("transparency", None)
@@ -111,7 +111,7 @@ IDLE = {
 
 
 @dataclass(frozen=True)
-class Processor:
+class ImageProcessor:
     """What preprocessor_config.json says, computed as transformers does with Pillow. The defaults are ViT's."""
 
     size: tuple[int, int] | None = (224, 224)
@@ -144,12 +144,12 @@ class Processor:
             raise InputError(f"expected mean and std without zeros, or neither, got {self.mean} and {self.std}")
 
     @classmethod
-    def default(cls, image_size: int | tuple[int, int]) -> "Processor":
+    def default(cls, image_size: int | tuple[int, int]) -> "ImageProcessor":
         """ViT's for images of that size: a side, or height and width."""
         return cls(image_size if isinstance(image_size, tuple) else (image_size, image_size))
 
     @classmethod
-    def read(cls, directory: Path) -> "Processor | None":
+    def read(cls, directory: Path) -> "ImageProcessor | None":
         """That of a model's directory, if it has one."""
         # A multimodal processor of transformers 5 keeps the fields in a file of its own, which then counts.
         for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
@@ -167,7 +167,7 @@ class Processor:
         return None
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any], where: str = "preprocessor_config.json") -> "Processor":
+    def from_json(cls, fields: dict[str, Any], where: str = "preprocessor_config.json") -> "ImageProcessor":
         """Of the fields that any version of transformers wrote."""
         kind = str(fields.get("image_processor_type") or fields.get("feature_extractor_type") or "ViT")
         family = re.sub("(FeatureExtractor|ImageProcessor)(Fast|Pil)?$", "", kind)
@@ -178,7 +178,7 @@ class Processor:
         for name, value in fields.items():  # what is null or false does nothing
             if name not in IDLE | VIT.keys() and not name.startswith("_") and value not in (None, False):
                 raise InputError(
-                    f"{where}: {name} = {value!r:.60} of {kind} is not computed{nearest(name, VIT)}; "
+                    f"{where}: {name} = {value!r:.60} of {kind} is not computed{did_you_mean(name, VIT)}; "
                     "remove it if the model can do without"
                 )
 
@@ -279,7 +279,7 @@ class Processor:
         short, long = sorted((height, width))
         longer = int(self.shortest_edge * long / short)
         if longer * self.shortest_edge > MAX_PIXELS:
-            raise Unreadable(f"too narrow: {width:,} x {height:,} pixels, to be {self.shortest_edge} at the least")
+            raise UnreadableImage(f"too narrow: {width:,} x {height:,} pixels, to be {self.shortest_edge} at the least")
         return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
 
     @cached_property

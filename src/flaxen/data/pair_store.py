@@ -18,7 +18,7 @@ OPEN_ROWS = 512  # that packing looks at for room
 MIXED = 0x5EED  # so that the order of a window's batches is not that of its pairs
 
 
-class Lengths(NamedTuple):
+class PairLengths(NamedTuple):
     """Tokens of a source and of a target, their ends included."""
 
     source: int
@@ -41,7 +41,7 @@ class PairTokens:
     def lengths(self) -> Int64[np.ndarray, "P 2"]:
         return self.store.document_lengths()[2 * self.first : 2 * self.last].reshape(-1, 2)
 
-    def pair(self, number: int, limits: Lengths) -> tuple[np.ndarray, np.ndarray]:
+    def pair(self, number: int, limits: PairLengths) -> tuple[np.ndarray, np.ndarray]:
         """Source and target, cut to their limits; what is cut still has its end token."""
         at = 2 * (self.first + number)
         source, target = (_cut(self.store.document(at + side), limit) for side, limit in enumerate(limits))
@@ -103,7 +103,7 @@ class Groups:
         return numbers[np.lexsort((self.lengths[numbers, 1], self.lengths[numbers, 0]))]
 
 
-def pack(lengths: Int64[np.ndarray, "P 2"], limits: Lengths) -> list[list[int]]:
+def pack(lengths: Int64[np.ndarray, "P 2"], limits: PairLengths) -> list[list[int]]:
     """The pairs of each row, several to a row while there is room: the longest first, each where it fits first."""
     if len(lengths) and (lengths > np.array(limits)).any():
         raise InputError(f"a pair is longer than a row of {limits.source} and {limits.target} tokens")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from flaxen.data.corpus import Places
-from flaxen.data.files import Invalid, Report, silent
+from flaxen.data.corpus import DataLocation
+from flaxen.data.files import Invalid, OnProgress, ignore_progress
 from flaxen.data.hub import DatasetRows
 from flaxen.data.tables import Table, TableFiles, no_column, text_cell
 from flaxen.errors import InputError
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pairs(Places):
+class Pairs(DataLocation):
     """Pairs to train on: .jsonl .json .csv .tsv .parquet files, or a Hugging Face data set.
 
     A column can be a path into nested values: `answers.0.text`. With `*` in place of a number, a row gives one pair for
@@ -84,11 +84,11 @@ class PairSource:
         about = {"source": self.source, "target": self.target, "empty": self.empty, "invalid": self.invalid}
         return {"pairs": about, **self.table.identity()}
 
-    def texts(self, report: Report = silent) -> Iterator[str]:
-        for pair in self.pairs(report):
+    def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
+        for pair in self.pairs(on_progress):
             yield from pair[1:]
 
-    def pairs(self, report: Report = silent) -> Iterator[Pair]:
+    def pairs(self, on_progress: OnProgress = ignore_progress) -> Iterator[Pair]:
         """In order, in constant memory but for a few bytes per id."""
         source, target = Template(self.source, "--data.source"), Template(self.target, "--data.target")
         name, number = Template(self.id or "id", "--data.id"), 0
@@ -102,7 +102,7 @@ class PairSource:
                 dict.fromkeys(one for template in (source, target, name) for one in template.columns(columns, where))
             )
 
-        for where, row in self.table.rows(choose, self.invalid, report):
+        for where, row in self.table.rows(choose, self.invalid, on_progress):
             for item in _items(row, (source, target, name), where):
                 number += 1
                 texts = [template.fill(row, item, where, self.invalid) for template in (source, target)]

@@ -14,7 +14,7 @@ from flaxen.errors import InputError
 BLOCK = 32
 
 
-class Lengths(NamedTuple):
+class SpanLengths(NamedTuple):
     """Token counts of one corrupted row; `inputs` and `targets` count their sentinels and eos."""
 
     raw: int
@@ -24,32 +24,32 @@ class Lengths(NamedTuple):
     targets: int
 
 
-def lengths(input_length: int, density: float, mean_span: float) -> Lengths:
+def lengths(input_length: int, noise_density: float, mean_span: float) -> SpanLengths:
     """The longest raw row whose corrupted inputs fit in `input_length`."""
     if input_length < 4:
         raise InputError(f"expected an input_length of at least 4, got {input_length}; T5 used 512")
-    if not 0 < density < 1:
-        raise InputError(f"expected a noise density between 0 and 1, got {density}; T5 used 0.15")
+    if not 0 < noise_density < 1:
+        raise InputError(f"expected a noise density between 0 and 1, got {noise_density}; T5 used 0.15")
     if not 1 <= mean_span < math.inf:
         raise InputError(f"expected a mean span of at least 1 token, got {mean_span}; T5 used 3, ByT5 20")
 
-    def of(raw: int) -> Lengths:
-        noise = min(max(round(raw * density), 1), raw - 1)
+    def of(raw: int) -> SpanLengths:
+        noise = min(max(round(raw * noise_density), 1), raw - 1)
         spans = min(max(round(noise / mean_span), 1), noise, raw - noise)
-        return Lengths(raw, noise, spans, raw - noise + spans + 1, noise + spans + 1)
+        return SpanLengths(raw, noise, spans, raw - noise + spans + 1, noise + spans + 1)
 
     # One raw token more adds one token to the text that is kept, or one to the noise and at most one
     # sentinel, so the inputs never shrink and bisection applies.
-    too_long = math.ceil((input_length + 1) / (1 - density)) + 1
+    too_long = math.ceil((input_length + 1) / (1 - noise_density)) + 1
     found = of(bisect_right(range(too_long), input_length, lo=2, key=lambda raw: of(raw).inputs) - 1)
     # As in t5: an odd row at density 0.5 may round to more noise than text, and then loses a token, so that
     # targets are no longer than inputs.
-    return of(found.raw - 1) if density == 0.5 and found.targets > found.inputs else found
+    return of(found.raw - 1) if noise_density == 0.5 and found.targets > found.inputs else found
 
 
 def corrupt(
     raw: Integer[np.ndarray, "R raw"],
-    lengths: Lengths,
+    lengths: SpanLengths,
     sentinels: tuple[int, ...],
     eos_id: int,
     key: tuple[int, int],
@@ -97,7 +97,7 @@ def restore(
 
 
 def draw_ends(
-    lengths: Lengths, rows: int, key: tuple[int, int], first_row: int = 0
+    lengths: SpanLengths, rows: int, key: tuple[int, int], first_row: int = 0
 ) -> tuple[Int64[np.ndarray, "R spans"], Int64[np.ndarray, "R spans"]]:
     """How much text is kept, and how much is noise, up to the end of each span."""
     # T5's law: either count is divided into positive parts, all ways being equally likely. That is to choose

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from flaxen.atomic import sync
-from flaxen.data.corpus import Corpus, Source
+from flaxen.data.corpus import Corpus, DataSource
 from flaxen.data.tokenizers import Arrays, Tokenizer
 from flaxen.errors import InputError
 
@@ -136,7 +136,7 @@ def open_corpus(corpus: Corpus, tokenizer: Tokenizer, progress: bool = True) -> 
     return Tokens(store, cut, store.n_tokens), Tokens(store, 0, cut)
 
 
-def open_store(source: Source, tokenizer: Tokenizer, cache: Path | None, progress: bool = True) -> TokenStore:
+def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, progress: bool = True) -> TokenStore:
     """The tokens of a source: from the cache, or made now."""
     root = (cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flaxen", "tokens")).expanduser()
     identity = source.identity()
@@ -155,7 +155,7 @@ def _key(identity: dict[str, Any], tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def _build(target: Path, source: Source, identity: dict[str, Any], tokenizer: Tokenizer, progress: bool) -> None:
+def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer: Tokenizer, progress: bool) -> None:
     """Writes a store beside its place and moves it there when it is whole."""
     root = target.parent
     # The name says who writes it, so that others can tell whether it was left behind.
@@ -170,12 +170,12 @@ def _build(target: Path, source: Source, identity: dict[str, Any], tokenizer: To
     try:
         with _Bar(source, progress) as bar:
 
-            def report(at: int) -> None:
+            def on_progress(at: int) -> None:
                 nonlocal position
                 position = at
                 bar.read(at)
 
-            meta = _write(fresh, source.texts(report), tokenizer, bar.documents)
+            meta = _write(fresh, source.texts(on_progress), tokenizer, bar.documents)
         if not meta["n_documents"]:
             raise InputError(f"no document in {source.name}: expected text, got nothing but blank lines")
         if source.identity() != identity:
@@ -283,7 +283,7 @@ def _bytes(directory: Path) -> int:
 class _Bar:
     """A progress bar on a terminal's standard error: bytes if the source knows its size, else documents."""
 
-    def __init__(self, source: Source, wanted: bool) -> None:
+    def __init__(self, source: DataSource, wanted: bool) -> None:
         self._total = source.size
         self._progress: Any = None
         if wanted and sys.stderr.isatty():

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from flaxen.data.corpus import Source
+from flaxen.data.corpus import DataSource
 from flaxen.data.files import find_files
 from flaxen.data.store import Tokens, open_corpus, open_store
-from flaxen.data.streams import Streamed
+from flaxen.data.streams import LanguageData
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 
@@ -35,11 +35,11 @@ class Stream(Protocol):
     def identity(self) -> str:
         """What it holds, for the record of a run."""
 
-    def measured(self) -> "Measure":
+    def measured(self) -> "TextSize":
         """How long it is in other units."""
 
 
-class Measure(NamedTuple):
+class TextSize(NamedTuple):
     """Tokens of a text, and what they are in words, which white space separates, and in bytes of UTF-8."""
 
     tokens: float
@@ -48,7 +48,7 @@ class Measure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ByteStream:
     """Bytes first … last - 1 of an array, as ids."""
 
     array: np.ndarray  # uint8
@@ -67,8 +67,8 @@ class Bytes:
             found[row] = self.array[self.first + start : self.first + start + length]
         return found + FIRST
 
-    def measured(self) -> Measure:
-        return Measure(len(self), 0, len(self))
+    def measured(self) -> TextSize:
+        return TextSize(len(self), 0, len(self))
 
     @property
     def identity(self) -> str:
@@ -78,10 +78,10 @@ class Bytes:
         return f"{digest.hexdigest()}[{len(self)}]"
 
 
-def open_streams(data: Streamed, tokenizer: Tokenizer, progress: bool = True) -> "Opened":
+def open_streams(data: LanguageData, tokenizer: Tokenizer, progress: bool = True) -> "Splits":
     """The splits that the settings name."""
     if data.kind == "text":
-        return Opened({name: _text(data, name, tokenizer, progress) for name in SPLITS}, ())
+        return Splits({name: _text(data, name, tokenizer, progress) for name in SPLITS}, ())
     if data.dataset:
         raise InputError(f"data.kind {data.kind} reads files; data.dataset is for data.kind text")
     given = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -99,10 +99,10 @@ def open_streams(data: Streamed, tokenizer: Tokenizer, progress: bool = True) ->
             if shape and pictures.shape[1:] != shape:
                 raise InputError(f"pictures to {name} on have shape {pictures.shape[1:]}, others {shape}")
             shape, arrays[name] = pictures.shape[1:], pictures.reshape(-1)
-    return Opened(_shared(data, arrays, int(np.prod(shape)) or 1), shape)
+    return Splits(_shared(data, arrays, int(np.prod(shape)) or 1), shape)
 
 
-def _shared(data: Streamed, arrays: dict[str, np.ndarray], unit: int) -> dict[str, Stream]:
+def _shared(data: LanguageData, arrays: dict[str, np.ndarray], unit: int) -> dict[str, Stream]:
     """Splits with files of their own are whole; the others share the training data, cut at whole units."""
     train = arrays["train"]
     for name, array in arrays.items():
@@ -116,29 +116,31 @@ def _shared(data: Streamed, arrays: dict[str, np.ndarray], unit: int) -> dict[st
     cuts[-1] = len(train)
     parts: dict[str, Stream] = {}
     for name, first, last in zip(SPLITS, [0, *cuts[:-1].tolist()], cuts.tolist()):
-        parts[name] = Bytes(train, first, last) if name in alone else Bytes(arrays[name], 0, len(arrays[name]))
+        parts[name] = (
+            ByteStream(train, first, last) if name in alone else ByteStream(arrays[name], 0, len(arrays[name]))
+        )
     return parts
 
 
-def _text(data: Streamed, name: str, tokenizer: Tokenizer, progress: bool) -> Stream:
+def _text(data: LanguageData, name: str, tokenizer: Tokenizer, progress: bool) -> Stream:
     """As `open_corpus` divides, and files to test on if there are any."""
     source = data.train_source()
     if name == "test":
         source = data.of_files(data.test) if data.test else source
         store = open_store(source, tokenizer, data.cache, progress)
-        return Text(Tokens(store, 0, store.n_tokens if data.test else 0), source)
+        return TextStream(Tokens(store, 0, store.n_tokens if data.test else 0), source)
     train, validation = open_corpus(data, tokenizer, progress)
     if name == "train":
-        return Text(train, source)
-    return Text(validation, data.validation_source() or source)
+        return TextStream(train, source)
+    return TextStream(validation, data.validation_source() or source)
 
 
 @dataclass(frozen=True)
-class Text:
+class TextStream:
     """Tokens of a store, and the texts that it was made of."""
 
     tokens: Tokens
-    source: Source
+    source: DataSource
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -146,7 +148,7 @@ class Text:
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         return self.tokens.rows(starts, length)
 
-    def measured(self) -> Measure:
+    def measured(self) -> TextSize:
         """Of its first documents, up to MEASURED tokens. They are read again: tokens do not tell what is unknown to the
         vocabulary, nor where lines ended."""
         store, first, last = self.tokens.store, self.tokens.first, self.tokens.last
@@ -158,7 +160,7 @@ class Text:
         for text in islice(self.source.texts(), one, end):
             words, size = words + len(text.split()), size + len(text.encode())
         tokens = int(begins[end] - begins[one])
-        return Measure(tokens, words, size)
+        return TextSize(tokens, words, size)
 
     @property
     def identity(self) -> str:
@@ -166,7 +168,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Opened:
+class Splits:
     """The splits of a corpus, and the shape of a picture if it has pictures."""
 
     splits: dict[str, Stream]

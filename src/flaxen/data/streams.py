@@ -11,7 +11,7 @@ from flaxen.errors import InputError
 
 
 @dataclass(frozen=True)
-class Streamed(Corpus):
+class LanguageData(Corpus):
     """What to predict: texts, raw bytes, or pictures pixel by pixel."""
 
     kind: Literal["text", "bytes", "pixels"] = "text"
@@ -31,7 +31,7 @@ class Streamed(Corpus):
             raise InputError(f"data.shares are three numbers, none negative and not all 0, got {self.shares}")
 
         text = self.kind == "text"
-        default = {field.name: field.default for field in dataclasses.fields(Streamed)}
+        default = {field.name: field.default for field in dataclasses.fields(LanguageData)}
         for name, applies, instead in (
             ("shares", not text, "texts have data.validation_percent, and files of their own to test on"),
             ("validation_percent", text, f"{self.kind} have data.shares"),

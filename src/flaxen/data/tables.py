@@ -9,8 +9,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from flaxen.data.files import BLOCK, Invalid, Report, decoded, kind_of, lines, named, stamps, stat_of
-from flaxen.errors import InputError, nearest
+from flaxen.data.files import BLOCK, Invalid, OnProgress, decoded, kind_of, lines, named, stamps, stat_of
+from flaxen.errors import InputError, did_you_mean
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 Row = tuple[str, dict[str, Any]]  # where it stands, and its cells by column
@@ -27,9 +27,9 @@ class Table(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes on disk, which `report` counts up to; None if that is not known."""
+        """Bytes on disk, which `on_progress` counts up to; None if that is not known."""
 
-    def rows(self, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
+    def rows(self, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
         """The chosen columns of each row, in constant memory."""
 
     def identity(self) -> dict[str, Any]:
@@ -50,11 +50,11 @@ class TableFiles:
     def size(self) -> int | None:
         return sum(stat_of(path).st_size for path in self.paths)
 
-    def rows(self, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
+    def rows(self, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
         before = 0
 
         def heard(position: int) -> None:
-            report(before + position)
+            on_progress(before + position)
 
         for path in self.paths:
             yield from rows(path, choose, invalid, heard)
@@ -64,13 +64,13 @@ class TableFiles:
         return {"files": stamps(self.paths)}
 
 
-def rows(path: Path, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
+def rows(path: Path, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
     """The chosen columns of each row. `choose` is asked once, with the columns of the file or of its first row."""
-    return READERS[kind_of(path)](path, choose, invalid, report)
+    return READERS[kind_of(path)](path, choose, invalid, on_progress)
 
 
-def _json_rows(path: Path, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
-    blocks = decoded(path, invalid, report)
+def _json_rows(path: Path, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
+    blocks = decoded(path, invalid, on_progress)
     head = ""
     while not head.strip() and (block := next(blocks, "")):
         head += block
@@ -131,11 +131,11 @@ def _json_array(path: Path, blocks: Iterator[str]) -> Iterator[tuple[str, Any]]:
         number += 1
 
 
-def _csv_rows(path: Path, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
+def _csv_rows(path: Path, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 kB
     separator = "\t" if kind_of(path) == ".tsv" else ","
     # Strict: otherwise a cell whose quote is never closed swallows the rest of the file.
-    ended = (line + "\n" for line in lines(decoded(path, invalid, report)))
+    ended = (line + "\n" for line in lines(decoded(path, invalid, on_progress)))
     cells = csv.reader(ended, delimiter=separator, strict=True)
     header: list[str] = []
     while True:
@@ -158,7 +158,7 @@ def _csv_rows(path: Path, choose: Choose, invalid: Invalid, report: Report) -> I
             yield where, dict.fromkeys(header) | dict(zip(header, row))
 
 
-def _parquet_rows(path: Path, choose: Choose, invalid: Invalid, report: Report) -> Iterator[Row]:
+def _parquet_rows(path: Path, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -184,14 +184,14 @@ def _parquet_rows(path: Path, choose: Choose, invalid: Invalid, report: Report) 
                         for cell, text in zip(cells, texts)
                     )
                     yield f"{path}, row {row}", dict(zip(wanted, decoded_cells))
-                report(path.stat().st_size * row // file.metadata.num_rows)
+                on_progress(path.stat().st_size * row // file.metadata.num_rows)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, row {row}: {error}; read it as U+FFFD with --data.invalid replace") from None
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} is no whole Parquet file ({str(error).splitlines()[0]}); fetch it again") from None
 
 
-READERS: dict[str, Callable[[Path, Choose, Invalid, Report], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, Choose, Invalid, OnProgress], Iterator[Row]]] = {
     ".jsonl": _json_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,
@@ -202,7 +202,9 @@ READERS: dict[str, Callable[[Path, Choose, Invalid, Report], Iterator[Row]]] = {
 
 def no_column(name: str, columns: list[str], where: str, flag: str = "--data.column") -> InputError:
     there = ", ".join(columns[:20]) or "none"
-    return InputError(f"{where}: no column {name!r}; there are: {there}{nearest(name, columns)}; choose with {flag}")
+    return InputError(
+        f"{where}: no column {name!r}; there are: {there}{did_you_mean(name, columns)}; choose with {flag}"
+    )
 
 
 def text_cell(value: object, column: str, where: str, invalid: Invalid, flag: str = "--data.column") -> str | None:

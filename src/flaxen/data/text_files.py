@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from flaxen.data.files import Invalid, Report, decoded, kind_of, lines, named, silent, stamps, stat_of
+from flaxen.data.files import Invalid, OnProgress, decoded, ignore_progress, kind_of, lines, named, stamps, stat_of
 from flaxen.data.tables import no_column, rows, text_cell
 
 Unit = Literal["line", "paragraph", "file"]
@@ -29,11 +29,11 @@ class TextFiles:
     def size(self) -> int | None:
         return sum(stat_of(path).st_size for path in self.paths)
 
-    def texts(self, report: Report = silent) -> Iterator[str]:
+    def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
         before = 0
 
         def heard(position: int) -> None:
-            report(before + position)
+            on_progress(before + position)
 
         for path in self.paths:
             for text in self._of_file(path, heard):
@@ -41,9 +41,9 @@ class TextFiles:
                     yield text
             before += stat_of(path).st_size
 
-    def _of_file(self, path: Path, report: Report) -> Iterator[str | None]:
+    def _of_file(self, path: Path, on_progress: OnProgress) -> Iterator[str | None]:
         if kind_of(path) == ".txt":
-            yield from _paragraphs(path, self, report)
+            yield from _paragraphs(path, self, on_progress)
             return
         column = self.column
 
@@ -52,7 +52,7 @@ class TextFiles:
             column = choose_column(column, columns, where)
             return [column]
 
-        for where, row in rows(path, choose, self.invalid, report):
+        for where, row in rows(path, choose, self.invalid, on_progress):
             assert column is not None
             yield text_cell(row[column], column, where, self.invalid)
 
@@ -60,12 +60,12 @@ class TextFiles:
         return {"files": stamps(self.paths), "column": self.column, "unit": self.unit, "invalid": self.invalid}
 
 
-def _paragraphs(path: Path, source: TextFiles, report: Report) -> Iterator[str]:
+def _paragraphs(path: Path, source: TextFiles, on_progress: OnProgress) -> Iterator[str]:
     if source.unit == "file":
-        yield "\n".join(lines(decoded(path, source.invalid, report)))
+        yield "\n".join(lines(decoded(path, source.invalid, on_progress)))
         return
     paragraph: list[str] = []
-    for line in chain(lines(decoded(path, source.invalid, report)), [""]):
+    for line in chain(lines(decoded(path, source.invalid, on_progress)), [""]):
         if source.unit == "line":
             yield line
         elif line and not line.isspace():

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 
-def bucket(n: int, smallest: int = 16) -> int:
+def padded_length(n: int, smallest: int = 16) -> int:
     """The least of smallest · {1, 1.5, 2, 3, 4, 6, …} that holds n: at most a third of it is padding."""
     size = smallest
     while size < n:
@@ -20,7 +20,7 @@ def batches(
     is padding of the batch."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for rows in groups(order, batch_size):
-        length = bucket(max(len(prompts[i]) for i in rows if i >= 0))
+        length = padded_length(max(len(prompts[i]) for i in rows if i >= 0))
         ids = np.full((len(rows), length), pad, np.int32)
         valid = np.zeros(ids.shape, bool)
         for row, prompt in enumerate(rows):

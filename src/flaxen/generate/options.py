@@ -6,7 +6,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 
 # Numbers that may change from call to call without a new compilation: they are arguments of the compiled search.
 NUMBERS = (
@@ -141,7 +141,7 @@ def make_options(given: dict[str, Any], defaults: dict[str, Any] | None = None) 
     clean = {}
     for name, value in {**_defaults(defaults or {}, given), **given}.items():
         if name not in hints:
-            hint = f": {INSTEAD[name]}" if name in INSTEAD else nearest(name, hints)
+            hint = f": {INSTEAD[name]}" if name in INSTEAD else did_you_mean(name, hints)
             origin = "" if name in given else " of the checkpoint's generation_config.json"
             raise InputError(f"generate does not support the option {name!r}{origin}{hint}")
         value = _tuples(value)

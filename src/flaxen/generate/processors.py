@@ -13,7 +13,7 @@ from flaxen.generate.options import Options
 FORBIDDEN = -jnp.inf
 
 
-class Context(NamedTuple):
+class TokenHistory(NamedTuple):
     """What a processor may look at: all tokens so far, a prompt or the start token first."""
 
     tokens: Int[Array, "B G T"]
@@ -27,12 +27,12 @@ class Context(NamedTuple):
         return self.length - self.begun
 
 
-Processor = Callable[[Float[Array, "B G V"], Context], Float[Array, "B G V"]]
+LogitsProcessor = Callable[[Float[Array, "B G V"], TokenHistory], Float[Array, "B G V"]]
 
 
-def processors(options: Options, eos: tuple[int, ...], sampling: bool) -> list[Processor]:
+def processors(options: Options, eos: tuple[int, ...], sampling: bool) -> list[LogitsProcessor]:
     """The processors that `options` turn on, in transformers' order."""
-    active: list[Processor] = []
+    active: list[LogitsProcessor] = []
     if options.repetition_penalty is not None:
         active.append(penalise_repetition)
     if options.no_repeat_ngram_size:
@@ -53,14 +53,14 @@ def processors(options: Options, eos: tuple[int, ...], sampling: bool) -> list[P
     return active
 
 
-def penalise_repetition(logits: Array, context: Context) -> Array:
+def penalise_repetition(logits: Array, context: TokenHistory) -> Array:
     penalty = context.numbers["repetition_penalty"]
     past = jnp.arange(context.tokens.shape[-1]) < context.length
     seen = jax.vmap(jax.vmap(lambda ids: jnp.zeros(logits.shape[-1], bool).at[ids].max(past)))(context.tokens)
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def forbid_ngrams(logits: Array, context: Context, n: int) -> Array:
+def forbid_ngrams(logits: Array, context: TokenHistory, n: int) -> Array:
     """The token that would complete an n-gram seen before."""
     size = context.tokens.shape[-1]
     if size < n:
@@ -76,7 +76,7 @@ def forbid_ngrams(logits: Array, context: Context, n: int) -> Array:
     return jnp.where(context.length >= n - 1, jax.vmap(jax.vmap(one))(logits, context.tokens), logits)
 
 
-def forbid_words(logits: Array, context: Context, words: list[tuple[int, ...]]) -> Array:
+def forbid_words(logits: Array, context: TokenHistory, words: list[tuple[int, ...]]) -> Array:
     """The last token of a bad word whose other tokens have just been said."""
     for word in words:
         n = len(word) - 1
@@ -90,7 +90,7 @@ def forbid_words(logits: Array, context: Context, words: list[tuple[int, ...]]) 
     return logits
 
 
-def forbid_end(logits: Array, context: Context, eos: tuple[int, ...]) -> Array:
+def forbid_end(logits: Array, context: TokenHistory, eos: tuple[int, ...]) -> Array:
     early = context.new < context.numbers["min_new_tokens"]
     return logits.at[..., jnp.asarray(eos)].min(jnp.where(early, FORBIDDEN, jnp.inf))
 
@@ -100,7 +100,7 @@ def force(logits: Array, token: int, now: Array) -> Array:
     return jnp.where(now, only, logits)
 
 
-def narrow(logits: Array, context: Context, options: Options) -> Array:
+def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
     """Temperature, then top-k, top-p and min-p: each keeps the tokens above a threshold."""
     if options.temperature is not None:
         logits = logits / context.numbers["temperature"]

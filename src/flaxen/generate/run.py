@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxen.generate.batches import bucket
+from flaxen.generate.batches import padded_length
 from flaxen.generate.options import Options
 from flaxen.generate.search import Beams, Decoder, Sampling, advance, begin
 
@@ -38,7 +38,7 @@ class Generator:
             yield from self._collect(search, rows)
 
     def begin(self, rows: np.ndarray, inputs: Any) -> Sampling | Beams:
-        room, inputs = bucket(self.options.max_new_tokens), jax.tree.map(jnp.asarray, inputs)
+        room, inputs = padded_length(self.options.max_new_tokens), jax.tree.map(jnp.asarray, inputs)
         return begin(self.decoder, inputs, jnp.asarray(rows), room, self.options.static(), self.pad)
 
     def advance(self, search: Sampling | Beams, until: int) -> Sampling | Beams:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from flaxen.generate.options import Options
-from flaxen.generate.processors import Context, processors
+from flaxen.generate.processors import TokenHistory, processors
 
 DEAD = -1e9  # the score of a beam that does not exist; finite as transformers' is, so that ties fall alike
 
@@ -214,7 +214,7 @@ def _beam_step(
 def _process(
     logits: Array, search: Sampling | Beams, numbers: dict[str, Array], options: Options, eos: tuple[int, ...]
 ) -> Array:
-    context = Context(search.tokens, search.length, search.begun, numbers)
+    context = TokenHistory(search.tokens, search.length, search.begun, numbers)
     for process in processors(options, eos, sampling=options.do_sample):
         logits = process(logits, context)
     return logits

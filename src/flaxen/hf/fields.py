@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 
 # Fields of any model that say nothing about its arithmetic, whatever their value. transformers 4 wrote them all out,
 # its defaults of generation included, which generation_config.json holds today.
@@ -46,7 +46,7 @@ def read(
             if value not in rules[name]:
                 problems.append(f"{name}={value!r} is not supported; only {rules[name][0]!r} is")
         elif name not in names and name not in SILENT and name not in silent and value is not None:
-            problems.append(f"unknown field {name}={value!r}{nearest(name, [*names, *rules])}")
+            problems.append(f"unknown field {name}={value!r}{did_you_mean(name, [*names, *rules])}")
     fields = {ours: json[theirs] for theirs, ours in names.items() if json.get(theirs) is not None}
     for name, value in fields.items():
         want = type(getattr(config, name))
@@ -57,7 +57,7 @@ def read(
     return fields
 
 
-def make(config: type, fields: dict[str, Any], what: str = "config.json") -> Any:
+def make_config(config: type, fields: dict[str, Any], what: str = "config.json") -> Any:
     """The configuration, or an error that says which value it refuses."""
     try:
         return config(**fields)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxen.atomic import sync
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 
 WANTED = ["*.json", "*.safetensors", "spiece.model", "*.txt"]
 
@@ -24,7 +24,9 @@ def locate(source: str | os.PathLike[str], subfolder: str | None = None) -> Path
     top = _locate(source, [f"{folder}/{pattern}" for folder in folders for pattern in WANTED])
     if not (top / subfolder).is_dir():
         here = [path.name for path in sorted(top.iterdir()) if path.is_dir()]
-        raise InputError(f"{source} has no subfolder {subfolder!r}{nearest(subfolder, here)}; it has {', '.join(here)}")
+        raise InputError(
+            f"{source} has no subfolder {subfolder!r}{did_you_mean(subfolder, here)}; it has {', '.join(here)}"
+        )
     return top / subfolder
 
 
@@ -76,7 +78,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 @contextmanager
-def whole_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
+def atomic_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
     """Yields a fresh directory that becomes `target` if the block succeeds and vanishes if it does not.
 
     What stood at `target` stays until the new one is complete, if it is of the same kind: it has the file `mark`.

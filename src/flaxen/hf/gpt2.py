@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from flaxen.hf.fields import ids, make, one_or_list, read
+from flaxen.hf.fields import ids, make_config, one_or_list, read
 from flaxen.hf.format import Format
 from flaxen.hf.tensors import Tensors
-from flaxen.hf.weightmap import Row, same
+from flaxen.hf.weightmap import Row, equal_tensors
 from flaxen.models.gpt2 import Config
 
 # config.json's name -> ours.
@@ -50,10 +50,10 @@ def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", wha
     fields["pad_id"] = pad if pad is not None else eos[0] if eos else fields["start_id"]
     if tensors is not None:
         head, table = f"{at}lm_head.weight", f"{at}{prefix(tensors, at)}wte.weight"
-        fields["tied"] = head not in tensors or same(tensors, head, table)
+        fields["tied"] = head not in tensors or equal_tensors(tensors, head, table)
     elif json.get("tie_word_embeddings") is not None:
         fields["tied"] = bool(json["tie_word_embeddings"])
-    return make(Config, fields, what)
+    return make_config(Config, fields, what)
 
 
 def prefix(tensors: Tensors | None, at: str = "") -> str:
@@ -119,7 +119,7 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
 def unneeded(name: str, tensors: Tensors, at: str = "") -> bool:
     """True for a tensor that a file may carry and the model does not need: masks, a copy of the table."""
     if name == f"{at}lm_head.weight":
-        return same(tensors, name, f"{at}{prefix(tensors, at)}wte.weight")
+        return equal_tensors(tensors, name, f"{at}{prefix(tensors, at)}wte.weight")
     return name.endswith(("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 from flaxen.hf import files
 from flaxen.hf.safetensors_files import Safetensors
 from flaxen.hf.weightmap import Row
@@ -83,7 +83,7 @@ def write(
         raise InputError("the adapter adds to nothing; PEFT has no file for that")
     for path, one in adapter.items():
         if path not in names:
-            raise InputError(f"the model has no {path} to add to{nearest(path, names)}")
+            raise InputError(f"the model has no {path} to add to{did_you_mean(path, names)}")
         for module, down, up in _layers(names[path][0], one):
             if (down.shape[-1], len(up)) != (rank, rank):
                 raise InputError(f"the halves of {path} have ranks {down.shape[-1]} and {len(up)}, not {rank}")
@@ -108,7 +108,7 @@ def write(
         "bias": "none",
         "inference_mode": True,
     }
-    with files.whole_directory(directory, CONFIG) as fresh:
+    with files.atomic_directory(directory, CONFIG) as fresh:
         files.write_json(fresh / CONFIG, config)
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
 

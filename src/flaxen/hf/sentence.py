@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 from flaxen.hf import files
 from flaxen.hf.safetensors_files import Safetensors, write_tensors
 
@@ -170,7 +170,7 @@ def _dense(folder: Path) -> Dense:
         if field in fixed and value not in (fixed[field], None):
             raise InputError(f"{path}: {field}={value!r} is not supported; only {fixed[field]!r} is")
         if field not in fixed and field not in (own := ("in_features", "out_features", "bias", "activation_function")):
-            raise InputError(f"{path}: unknown field {field}={value!r}{nearest(field, own)}")
+            raise InputError(f"{path}: unknown field {field}={value!r}{did_you_mean(field, own)}")
     tensors = Safetensors(folder)
     wanted: dict[str, tuple[int, ...]] = {"linear.weight": (says["out_features"], says["in_features"])}
     wanted |= {"linear.bias": (says["out_features"],)} if says.get("bias", True) else {}

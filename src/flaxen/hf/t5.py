@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from flaxen.hf.fields import ids, make, one_or_list, read
+from flaxen.hf.fields import ids, make_config, one_or_list, read
 from flaxen.hf.format import Format
 from flaxen.hf.tensors import Tensors
-from flaxen.hf.weightmap import Row, same
+from flaxen.hf.weightmap import Row, equal_tensors
 from flaxen.models.t5 import Config
 
 # model_type -> what the names of its classes begin with.
@@ -71,9 +71,9 @@ def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
     fields["eos_ids"] = ids(json.get("eos_token_id", 1))
     fields["scaled"] = fields["tied"] = _scaled(json, kind)
     if tensors is not None:
-        fields["tied"] = "lm_head.weight" not in tensors or same(tensors, "lm_head.weight", "shared.weight")
+        fields["tied"] = "lm_head.weight" not in tensors or equal_tensors(tensors, "lm_head.weight", "shared.weight")
     fields["family"] = kind
-    return make(Config, fields)
+    return make_config(Config, fields)
 
 
 def _default_mlp(kind: str) -> str:
@@ -174,7 +174,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
 def unneeded(name: str, tensors: Tensors) -> bool:
     """True for a tensor that a file may carry and the model does not need: a copy of the table, an unused bias."""
     if name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
-        return same(tensors, name, "shared.weight")
+        return equal_tensors(tensors, name, "shared.weight")
     return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 

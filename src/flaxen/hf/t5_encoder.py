@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from flaxen.hf import t5
-from flaxen.hf.fields import make
+from flaxen.hf.fields import make_config
 from flaxen.hf.format import Format
 from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row
@@ -17,7 +17,7 @@ TABLES = ("shared.weight", "encoder.embed_tokens.weight")  # the embedding table
 def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
     """config.json as our Config. It may still call the model an encoder-decoder, with layers of both."""
     config = t5.read_config({**json, "is_encoder_decoder": True}, None)
-    return make(Config, {field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    return make_config(Config, {field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from flaxen.hf.fields import make, read
+from flaxen.hf.fields import make_config, read
 from flaxen.hf.format import Format
 from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row
@@ -44,7 +44,7 @@ def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", wha
     if tensors is not None and f"{at}{prefix(tensors, at)}pooler.dense.weight" in tensors:
         fields["pooler"] = json.get("pooler_act", "tanh")
         fields["pooler_size"] = json.get("pooler_output_size")
-    return make(Config, fields, what)
+    return make_config(Config, fields, what)
 
 
 def prefix(tensors: Tensors | None, at: str = "") -> str:

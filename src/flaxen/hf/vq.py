@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flaxen.errors import InputError, nearest
-from flaxen.hf.fields import ids, make, one_or_list, read
+from flaxen.errors import InputError, did_you_mean
+from flaxen.hf.fields import ids, make_config, one_or_list, read
 from flaxen.hf.format import Format
 from flaxen.hf.tensors import InMemory, Tensors
 from flaxen.hf.weightmap import Row, load
@@ -40,7 +40,7 @@ UNIT = {
 def read_config(json: dict[str, Any], tensors: Tensors | None, what: str = "config.json") -> Config:
     fields = read({**json, "image": tuple(json.get("image", ()))}, FIELDS, Config, SPECIAL, what=what)
     special = {"pad_id": json.get("pad_token_id", 0), "start_id": json.get("bos_token_id", 1)}
-    return make(Config, {**fields, **special, "eos_ids": ids(json.get("eos_token_id", 1))}, what)
+    return make_config(Config, {**fields, **special, "eos_ids": ids(json.get("eos_token_id", 1))}, what)
 
 
 def special_ids(config: Config) -> dict[str, Any]:
@@ -81,12 +81,12 @@ def original_config(settings: dict[str, Any]) -> Config:
     """The original's settings as ours. What changes numbers must be said: a misspelt name would give wrong ones."""
     missing = [name for name in ORIGINAL if name not in settings and not name.startswith("p_") and name != "dtype"]
     if missing:
-        close = "".join(nearest(name, settings) for name in missing)
+        close = "".join(did_you_mean(name, settings) for name in missing)
         raise InputError(f"the original's settings lack {', '.join(missing)}{close}")
     kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
     kinds |= {name: _switch for name, kind in kinds.items() if kind is bool}
     fields = {ours: kinds[ours](settings[theirs]) for theirs, ours in ORIGINAL.items() if theirs in settings}
-    return make(Config, {**fields, "reference": True}, "the original's settings")
+    return make_config(Config, {**fields, "reference": True}, "the original's settings")
 
 
 def _switch(value: Any) -> bool:

@@ -27,7 +27,7 @@ UNSAVED = ("key",)  # of dropout, which is training's
 class Memory:
     """What a Transformer-VQ has read: a state, and the last token, which is not in it yet."""
 
-    state: vq_lm.State
+    state: vq_lm.VQState
     unread: tuple[int, ...]
     model: str  # the digest of its weights: to another one this says nothing
 
@@ -50,7 +50,7 @@ class Memory:
                 unread, model = tuple(found["unread"].tolist()), str(found["model"])
         except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, KeyError, AttributeError) as error:
             raise InputError(f"{path} holds no memory of a Transformer-VQ ({error})") from None
-        expected = jax.eval_shape(lambda: to_file(vq_lm.empty(config, 1)))
+        expected = jax.eval_shape(lambda: to_file(vq_lm.initial_state(config, 1)))
         for name, leaf in expected.items():
             if name not in found or found[name].shape != leaf.shape:
                 got = found[name].shape if name in found else "nothing"
@@ -58,16 +58,16 @@ class Memory:
         return Memory(from_file(found, config), unread, model)
 
 
-def to_file(state: vq_lm.State) -> dict[str, jax.Array]:
+def to_file(state: vq_lm.VQState) -> dict[str, jax.Array]:
     """A state by the names of a file."""
     return {NAMES.get(name, name): _layers_first(name, a) for name, a in leaves(state).items() if name not in UNSAVED}
 
 
-def from_file(found: dict[str, np.ndarray], config: Config) -> vq_lm.State:
+def from_file(found: dict[str, np.ndarray], config: Config) -> vq_lm.VQState:
     def read(name: str, leaf: jax.Array) -> jax.Array:
         return leaf if name in UNSAVED else _layers_first(name, jnp.asarray(found[NAMES.get(name, name)]))
 
-    return map_leaves(read, vq_lm.empty(config, 1))
+    return map_leaves(read, vq_lm.initial_state(config, 1))
 
 
 def _layers_first(name: str, a: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 from flaxen.hf.tensors import Tensors
 from flaxen.tree import leaves, map_leaves
 
@@ -69,7 +69,7 @@ def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: 
     problems = []
     for name, shape in wanted.items():
         if name not in tensors:
-            problems.append(f"missing tensor {name!r}{nearest(name, unexpected)}")
+            problems.append(f"missing tensor {name!r}{did_you_mean(name, unexpected)}")
         elif tensors.shape(name) != shape:
             problems.append(f"tensor {name!r} has shape {tensors.shape(name)}, config.json asks for {shape}")
     problems += [f"unexpected tensor {name!r}" for name in unexpected]
@@ -100,7 +100,7 @@ def save(model: Any, rows: Sequence[Row]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def same(tensors: Tensors, a: str, b: str) -> bool:
+def equal_tensors(tensors: Tensors, a: str, b: str) -> bool:
     """Whether both tensors are there and hold the same numbers."""
     return (
         a in tensors

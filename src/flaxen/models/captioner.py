@@ -65,20 +65,20 @@ class Captioner(nnx.Module):
         self.bridge = Linear((encoder.d_model,), (decoder.d_model,), decoder.std, bias=True) if wide else None
         self.config = config
 
-    def encode(self, pixels: Float[Array, "B C Y X"], key: Array | None = None) -> Float[Array, "B S D"]:
+    def encode(self, pixels: Float[Array, "B C height width"], key: Array | None = None) -> Float[Array, "B S D"]:
         """What the decoder attends to."""
         x = self.encoder(pixels, key)
         return x if self.bridge is None else self.bridge(x)
 
-    def logits(self, pixels: Float[Array, "B C Y X"], decoder_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def logits(self, pixels: Float[Array, "B C height width"], decoder_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         return self.decoder.logits(decoder_ids, self.encode(pixels))
 
     def loss(
         self,
-        pixels: Float[Array, "B C Y X"],
+        pixels: Float[Array, "B C height width"],
         labels: Int[Array, "B T"],
         *,
-        smoothing: float = 0.0,
+        label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
@@ -87,7 +87,7 @@ class Captioner(nnx.Module):
         filled = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
         source = self.encode(pixels, keys[0])
-        return self.decoder.loss(shifted, labels, source, smoothing=smoothing, z_loss=z_loss, key=keys[1])
+        return self.decoder.loss(shifted, labels, source, label_smoothing=label_smoothing, z_loss=z_loss, key=keys[1])
 
 
 def join(encoder: vit.Config, decoder: gpt2.Config) -> Config:

@@ -16,7 +16,7 @@ from flaxen.nn.hardware import few_rows_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, dropout
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import round_up, stacked
-from flaxen.nn.stack import kept, run
+from flaxen.nn.stack import run, save_for_backward
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Layer(nnx.Module):
         dtype, rate = jnp.dtype(config.compute), config.dropout
         own, seen = cache or (None, None)
         y, own = self.attention(self.attention_norm(x, dtype), plan, own, keys[0])
-        x = kept(x + dropout(y, rate, keys[1]))
+        x = save_for_backward(x + dropout(y, rate, keys[1]))
         if self.cross is not None and self.cross_norm is not None and source is not None:
             y, seen = self.cross(self.cross_norm(x, dtype), source, seen, keys[2])
-            x = kept(x + dropout(y, rate, keys[3]))
+            x = save_for_backward(x + dropout(y, rate, keys[3]))
         x = x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[4])
         return x, None if cache is None else LayerCache(own, seen)
 
@@ -170,7 +170,7 @@ class GPT2(nnx.Module):
         labels: Int[Array, "B T"],
         source: Float[Array, "B S D"] | None = None,
         *,
-        smoothing: float = 0.0,
+        label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
@@ -179,7 +179,7 @@ class GPT2(nnx.Module):
         weights = (labels >= 0).astype(jnp.float32).reshape(-1)
         labels = jnp.maximum(labels, 0).reshape(-1)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        sums = cross_entropy(flat, self.output_head.weight[...], labels, weights, smoothing, z_loss)
+        sums = cross_entropy(flat, self.output_head.weight[...], labels, weights, label_smoothing, z_loss)
         return sums.loss / jnp.maximum(sums.weight, 1.0), sums
 
     @property

@@ -80,7 +80,7 @@ class CaptionDecoder(nnx.Module):
         self.captioner, self.decoder = model, GPT2Decoder(model.decoder)
 
     def start(
-        self, inputs: Float[Array, "B C Y X"], length: int, beams: int, reorder: bool
+        self, inputs: Float[Array, "B C height width"], length: int, beams: int, reorder: bool
     ) -> tuple[Int[Array, "B G 1"], Cache]:
         """The first token of every caption, and a cache that holds the images."""
         first = jnp.full((len(inputs), 1), self.captioner.config.start_id, jnp.int32)

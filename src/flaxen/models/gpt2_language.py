@@ -8,13 +8,13 @@ from jaxtyping import Bool, Int
 from flaxen.models.gpt2 import GPT2, Config, flops
 from flaxen.nn.loss import Sums
 
-__all__ = ["check", "fitted", "flops", "has_codebooks", "initial_carry", "language_loss", "notes", "prepare"]
+__all__ = ["adapt_config", "check", "flops", "has_codebooks", "initial_carry", "language_loss", "notes", "prepare"]
 
 # Settings of the objective that say what to carry or how to quantise: nothing here does either.
 UNUSED = ("update", "continued", "commit", "codebooks")
 
 
-def fitted(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
+def adapt_config(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
     """Nothing of the configuration depends on the data."""
     if image:
         raise ValueError("a GPT-2 predicts text or bytes; for pixels, train a Transformer-VQ")

@@ -16,11 +16,11 @@ from flaxen.nn.attention import Attention, AttentionPlan, CrossAttention, LayerC
 from flaxen.nn.blockwise import Plan
 from flaxen.nn.hardware import few_rows_at_a_time, few_tokens_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, Embedding, RMSNorm, dropout
-from flaxen.nn.local import LocalPlan, TransientGlobalAttention, plan_local, plan_side
+from flaxen.nn.local import LocalPlan, TransientGlobalAttention, plan_global, plan_local
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import round_up, stacked
 from flaxen.nn.position import RelativeBias
-from flaxen.nn.stack import LONG, kept, run
+from flaxen.nn.stack import LONG, run, save_for_backward
 
 Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # real tokens, or the numbers of the texts that share a row
 ATTENTION = ("full", "local", "transient-global")
@@ -165,10 +165,10 @@ class Layer(nnx.Module):
         short = x.size < LONG  # of long rows less is kept for the backward: not what a matmul or two can recompute
         y, own = self.attention(self.attention_norm(x, dtype), plan, own, keys[0])
         x = x + dropout(y, rate, keys[1])
-        x = kept(x) if short else x
+        x = save_for_backward(x) if short else x
         if self.cross is not None and self.cross_norm is not None and source is not None:
             y, seen = self.cross(self.cross_norm(x, dtype), source, seen, keys[2])
-            x = kept(x + dropout(y, rate, keys[3]))
+            x = save_for_backward(x + dropout(y, rate, keys[3]))
 
         def feed_forward(x: Array, key: Array | None) -> Array:
             inner, outer = (None, None) if key is None else jax.random.split(key)
@@ -201,7 +201,7 @@ class Stack(nnx.Module):
             bias = None if self.bias is None else self.bias(jnp.arange(1 - length, length))
             return Plan(None, bias, self.causal, c.dropout).seeing(mask, mask)
         segments = jnp.ones((batch, length), jnp.int32) if mask is None else mask.astype(jnp.int32)
-        side = None if self.side_bias is None else plan_side(self.side_bias, segments, c.global_block)
+        side = None if self.side_bias is None else plan_global(self.side_bias, segments, c.global_block)
         return plan_local(self.bias, segments, c.radius, c.dropout, side)
 
     def __call__(
@@ -280,7 +280,7 @@ class T5(nnx.Module):
         valid: Mask | None = None,
         target_segments: Int[Array, "B T"] | None = None,
         *,
-        smoothing: float = 0.0,
+        label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
@@ -296,7 +296,7 @@ class T5(nnx.Module):
         hidden = self.decode(shifted, encoded, valid, keys[1], target_segments)
         flat = hidden.reshape(-1, hidden.shape[-1])
         sums = cross_entropy(
-            flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), smoothing, z_loss
+            flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), label_smoothing, z_loss
         )
         return sums.loss / jnp.maximum(sums.weight, 1.0), sums
 

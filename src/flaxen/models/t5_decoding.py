@@ -14,7 +14,7 @@ from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 
 
-class State(NamedTuple):
+class T5DecodingState(NamedTuple):
     """All that decoding carries from token to token, for B inputs × G sequences of each."""
 
     past: Cache
@@ -30,16 +30,16 @@ class T5Decoder(nnx.Module):
 
     def start(
         self, inputs: tuple[Int[Array, "B S"], Bool[Array, "B S"]], length: int, beams: int, reorder: bool
-    ) -> tuple[Int[Array, "B G 1"], State]:
+    ) -> tuple[Int[Array, "B G 1"], T5DecodingState]:
         """The first decoder token of every beam, and a state with room for `length` tokens."""
         (ids, valid), c = inputs, self.model.config
         encoded = self.model.encode(ids, valid)
         source = [KeyValues.of(*layer.cross.keys_values(encoded)) for layer in unstack(self.model.decoder.layers)]
         no_prompt = valid[:, :0]
         past = allocate_cache(source, (c.n_heads, c.d_head), encoded.dtype, no_prompt, length, beams, reorder)
-        return jnp.full((len(ids), beams, 1), c.start_id, jnp.int32), State(past, valid)
+        return jnp.full((len(ids), beams, 1), c.start_id, jnp.int32), T5DecodingState(past, valid)
 
-    def step(self, tokens: Int[Array, "B G"], state: State) -> tuple[Float[Array, "B G V"], State]:
+    def step(self, tokens: Int[Array, "B G"], state: T5DecodingState) -> tuple[Float[Array, "B G V"], T5DecodingState]:
         """The logits after `tokens`, which stand at `state.past.time`."""
         model, dtype, past, beams = self.model, jnp.dtype(self.model.config.compute), state.past, tokens.shape[1]
         distances = past.times(beams) - past.time
@@ -54,5 +54,5 @@ class T5Decoder(nnx.Module):
         logits = model.output_head.logits(model.scale(model.decoder.norm(x, dtype)))
         return logits, state._replace(past=past.grown(layers))
 
-    def select(self, state: State, beams: Int[Array, "B G"]) -> State:
+    def select(self, state: T5DecodingState, beams: Int[Array, "B G"]) -> T5DecodingState:
         return state._replace(past=state.past.select(beams))

@@ -15,7 +15,7 @@ from flaxen.nn.blockwise import Plan
 from flaxen.nn.hardware import few_rows_at_a_time
 from flaxen.nn.layers import ACTIVATIONS, MLP, LayerNorm, Linear, dropout
 from flaxen.nn.param import normal, stacked
-from flaxen.nn.stack import kept, run
+from flaxen.nn.stack import run, save_for_backward
 from flaxen.tree import leaves, map_leaves
 
 
@@ -78,7 +78,7 @@ class Layer(nnx.Module):
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         dtype, rate = jnp.dtype(config.compute), config.dropout
         y, _ = self.attention(self.attention_norm(x, dtype), Plan(rate=config.attention_dropout), None, keys[0])
-        x = kept(x + dropout(y, rate, keys[1]))
+        x = save_for_backward(x + dropout(y, rate, keys[1]))
         return x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[2])
 
 
@@ -96,7 +96,7 @@ class ViT(nnx.Module):
         self.pooler = Linear((c.d_model,), (size,), c.std, bias=True) if c.pooler else None
         self.config = config
 
-    def __call__(self, pixels: Float[Array, "B C Y X"], key: Array | None = None) -> Float[Array, "B S D"]:
+    def __call__(self, pixels: Float[Array, "B C height width"], key: Array | None = None) -> Float[Array, "B S D"]:
         c = self.config
         x = self.embed(pixels)
         keys = (None, None) if key is None else tuple(jax.random.split(key))
@@ -108,7 +108,7 @@ class ViT(nnx.Module):
         x = run(body, self.layers, x, keys[1], scan=c.scan, remat=c.remat)
         return self.norm(x, jnp.dtype(c.compute))
 
-    def embed(self, pixels: Float[Array, "B C Y X"]) -> Float[Array, "B S D"]:
+    def embed(self, pixels: Float[Array, "B C height width"]) -> Float[Array, "B S D"]:
         """Patches as vectors, the class token before them, positions added; in f32."""
         c, (high, wide) = self.config, self.config.patch_size
         b, channels, height, width = pixels.shape

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from flaxen.nn.hardware import target
-from flaxen.nn.vq_plan import Law
+from flaxen.nn.vq_plan import VQSpec
 
 CHOICES = {
     "heads": ("shga", "mqa", "mha"),
@@ -94,18 +94,18 @@ class Config:
         return self.reference and self.compute != "float32"
 
     @property
-    def law(self) -> Law:
+    def spec(self) -> VQSpec:
         rounding = self.compute if self.reference else "float32"
         collect = self.aggregate or self.reference
-        return Law(self.window, self.block, self.aggregate, self.through_cache, self.documents, rounding, collect)
+        return VQSpec(self.window, self.block, self.aggregate, self.through_cache, self.documents, rounding, collect)
 
     @property
-    def reading(self) -> Law:
+    def reading(self) -> VQSpec:
         """Where nothing is learnt, smaller blocks give the same: fewer keys of their windows are seen by no query.
         (Where something is, keys get gradients while they are in a window, so these depend on its blocks.)"""
         sizes = [n for n in range(64, 129) if self.block % n == 0]
         small = self.block > 128 and sizes and not self.reference and target().rows_in_sequence
-        return self.law._replace(block=sizes[-1]) if small else self.law
+        return self.spec._replace(block=sizes[-1]) if small else self.spec
 
 
 def flops(config: Config, length: int) -> float:

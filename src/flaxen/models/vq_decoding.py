@@ -8,16 +8,16 @@ from jaxtyping import Bool, Float, Int
 
 from flaxen.models import vq_lm
 from flaxen.models.vq_config import Config
-from flaxen.models.vq_lm import VQLM, State
+from flaxen.models.vq_lm import VQLM, VQState
 from flaxen.models.vq_unit import Layer
 from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
-from flaxen.nn.vq import Cache
-from flaxen.nn.vq_ring import Ring, Step
+from flaxen.nn.vq import VQCache
+from flaxen.nn.vq_ring import Ring, TokenStep
 
 # The time, which says what slot is next, and the state of R = B inputs × G sequences, with documents by slot and a ring
 # for each unit as its caches.
-Decode = tuple[Int[Array, ""], State]
+Decode = tuple[Int[Array, ""], VQState]
 
 
 class VQDecoder(nnx.Module):
@@ -29,7 +29,11 @@ class VQDecoder(nnx.Module):
         self.tables: tuple[tuple[Array, ...], ...] = nnx.data(_tables(model.layers))
 
     def start(
-        self, inputs: tuple[Int[Array, "B P"], Bool[Array, "B P"], State | None], length: int, beams: int, reorder: bool
+        self,
+        inputs: tuple[Int[Array, "B P"], Bool[Array, "B P"], VQState | None],
+        length: int,
+        beams: int,
+        reorder: bool,
     ) -> tuple[Int[Array, "B G P"], Decode]:
         """The prompts, for every beam, and a state that has read all of them but their last tokens. With a state to
         continue from, a prompt is one token."""
@@ -40,13 +44,13 @@ class VQDecoder(nnx.Module):
         time, state = to_rings(self.config, state, length)
         return tokens, (time, state if beams == 1 else jax.tree.map(lambda a: jnp.repeat(a, beams, axis=0), state))
 
-    def _read(self, ids: Int[Array, "B P"], valid: Bool[Array, "B P"], room: int) -> State:
+    def _read(self, ids: Int[Array, "B P"], valid: Bool[Array, "B P"], room: int) -> VQState:
         """The state behind a prompt."""
         c = self.config
         padding = -ids.shape[1] % c.block
         ids, valid = (jnp.pad(a, ((0, 0), (padding, 0))) for a in (ids, valid))
         if not ids.shape[1]:
-            return vq_lm.empty(c, len(ids))
+            return vq_lm.initial_state(c, len(ids))
         return self.model(ids, None, valid, room=room if c.attention == "full" else None)[1]
 
     def step(self, tokens: Int[Array, "B G"], state: Decode) -> tuple[Float[Array, "B G V"], Decode]:
@@ -57,7 +61,7 @@ class VQDecoder(nnx.Module):
         number = jnp.maximum(last + jnp.isin(ids, jnp.asarray(c.eos_ids, jnp.int32)), 1)
         position = jnp.where(number != last, 0, now.position) if c.documents else now.position
         documents = lax.dynamic_update_index_in_dim(now.documents, number, time % slots, 1)
-        plan = Step(c.law, time, documents, now.latest)
+        plan = TokenStep(c.spec, time, documents, now.latest)
         x = model.embed(ids, position)[:, None]
         caches: list[Ring] = []
         # Unrolled, because a scan over layers would copy what is remembered.
@@ -66,7 +70,7 @@ class VQDecoder(nnx.Module):
             x, rings, _ = layer(x, plan, rings, tables=self.tables[i])
             caches += rings
         logits = model.output(model.normed(x))[:, 0].reshape(*tokens.shape, -1)
-        return logits, (time + 1, State(position + 1, documents, plan.leaving, tuple(caches), now.key))
+        return logits, (time + 1, VQState(position + 1, documents, plan.evicted, tuple(caches), now.key))
 
     def select(self, state: Decode, beams: Int[Array, "B G"]) -> Decode:
         n, (time, now) = beams.shape[1], state
@@ -80,7 +84,7 @@ def _tables(layers: Layer) -> tuple[tuple[Array, ...], ...]:
     return tuple(tuple(unit.table() for unit in layer.units) for layer in unstack(layers))
 
 
-def to_rings(config: Config, state: State, length: int) -> Decode:
+def to_rings(config: Config, state: VQState, length: int) -> Decode:
     """A state as decoding wants it: a ring for each unit, layer after layer, the next slot behind the last token."""
     c = config
     if c.attention == "full" and not state.caches:  # nothing has been read
@@ -97,7 +101,7 @@ def to_rings(config: Config, state: State, length: int) -> Decode:
     return jnp.asarray(c.window, jnp.int32), state._replace(documents=documents, caches=rings)
 
 
-def _ring(cache: Cache, aggregate: bool) -> Ring:
+def _ring(cache: VQCache, aggregate: bool) -> Ring:
     codes = jnp.pad(cache.codes, ((0, 0), (0, 0), (0, 1)))
     means = [cache.means] if aggregate else []
     values = jnp.concatenate([cache.values, jnp.zeros_like(cache.values[:, :, :1]), *means], axis=2)

@@ -11,18 +11,18 @@ from jaxtyping import Bool, Int
 
 from flaxen.models import vq_config, vq_lm
 from flaxen.models.vq_config import Config
-from flaxen.models.vq_lm import VQLM, State
-from flaxen.models.vq_unit import Layer, Noise, Unit
+from flaxen.models.vq_lm import VQLM, VQState
+from flaxen.models.vq_unit import DropoutKeys, Layer, Unit
 from flaxen.nn import codebook
 from flaxen.nn.loss import Sums
 from flaxen.nn.stack import unstack
-from flaxen.nn.vq import Blocks
+from flaxen.nn.vq import BlockwisePass
 
 flops = vq_config.flops
-initial_carry = vq_lm.empty
+initial_carry = vq_lm.initial_state
 
 
-def fitted(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
+def adapt_config(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
     """The configuration for data whose pictures, if it has any, have this shape."""
     if config.image and image != config.image:
         raise ValueError(f"the model writes pictures of shape {config.image}, the data has {image or 'none'}")
@@ -51,7 +51,7 @@ def check(config: Config, objective: Any) -> None:
 def notes(config: Config) -> list[str]:
     if config.attention == "full":
         return ["full attention: its cost grows with the square of the length, and it has no codebooks"]
-    state = jax.eval_shape(lambda: vq_lm.empty(config, 1))
+    state = jax.eval_shape(lambda: vq_lm.initial_state(config, 1))
     return [f"state of a sequence, whatever its length: {vq_lm.state_bytes(state) / 1e6:,.2f} MB"]
 
 
@@ -64,19 +64,19 @@ def language_loss(
     inputs: Int[Array, "B T"],
     labels: Int[Array, "B T"],
     fresh: Bool[Array, "B"],
-    carry: State,
+    carry: VQState,
     key: Array | None,
     objective: Any,
-) -> tuple[Sums, State]:
+) -> tuple[Sums, VQState]:
     """Sums over the labels of one chunk, and the state behind it. With a key, codebooks learn too."""
-    start = vq_lm.empty(model.config, len(fresh))
+    start = vq_lm.initial_state(model.config, len(fresh))
     if key is not None:
         begun = jax.random.key_data(jax.random.fold_in(key, 1))
         start = start._replace(key=jnp.broadcast_to(begun, start.key.shape))
     now = jax.tree.map(lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), a, b), start, carry)
     noise = None
     if key is not None:  # the sequences of a piece of the batch begin together, so they share their key
-        noise = Noise(jax.random.fold_in(key, 0), jax.random.wrap_key_data(now.key[0]))
+        noise = DropoutKeys(jax.random.fold_in(key, 0), jax.random.wrap_key_data(now.key[0]))
     sums, state, _ = model.loss(inputs, labels, now, commit=objective.commit, noise=noise, learn=key is not None)
     return sums, state
 
@@ -91,10 +91,10 @@ def prepare(model: VQLM, inputs: Int[Array, "B T"], key: Array, objective: Any) 
 def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
     """Codebooks made from the keys of some text, layer after layer: none of their codes is then far from all keys."""
     c = model.config
-    state = vq_lm.empty(c, len(ids))
+    state = vq_lm.initial_state(c, len(ids))
     documents = vq_lm.number_documents(c, ids, state, None)
-    plan = Blocks(c.reading, jnp.concatenate([state.documents, documents], axis=1), state.latest)
-    x, fitted = model.embed(ids, vq_lm.place(c, state, documents)), []
+    plan = BlockwisePass(c.reading, jnp.concatenate([state.documents, documents], axis=1), state.latest)
+    x, fitted = model.embed(ids, vq_lm.token_positions(c, state, documents)), []
     for i, layer in enumerate(unstack(model.layers)):
         keys = jax.random.split(jax.random.fold_in(key, i))
         units = []

@@ -11,19 +11,19 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from flaxen.models.vq_config import Config
-from flaxen.models.vq_unit import EPSILON, Layer, Learning, Noise
-from flaxen.nn.full import Whole
+from flaxen.models.vq_unit import EPSILON, DropoutKeys, Layer, QuantisationLoss
+from flaxen.nn.full import FullPass
 from flaxen.nn.hardware import target
 from flaxen.nn.layers import Embedding, RMSNorm, dropout
 from flaxen.nn.loss import Sums, cross_entropy
 from flaxen.nn.param import constant, stacked
 from flaxen.nn.position import sinusoids
-from flaxen.nn.stack import KEPT, unstack
-from flaxen.nn.vq import Blocks, Cache
-from flaxen.nn.vq_plan import Plan
+from flaxen.nn.stack import SAVED, unstack
+from flaxen.nn.vq import BlockwisePass, VQCache
+from flaxen.nn.vq_plan import VQPlan
 
 
-class State(NamedTuple):
+class VQState(NamedTuple):
     """All that the model remembers of what it has read; its size does not grow with it. Rows first.
 
     Training carries it from update to update, prefill makes it, a memory file holds it, and decoding lays it out as a
@@ -32,7 +32,7 @@ class State(NamedTuple):
     """
 
     position: Int[Array, "B"]  # tokens read, of the document if they are kept apart
-    documents: Int[Array, "B C"]  # of each token of the window, from 1 on; 0 for padding
+    documents: Int[Array, "B W"]  # of each token of the window, from 1 on; 0 for padding
     latest: Int[Array, "B"]  # the document that the means are of
     caches: tuple[Any, ...]  # of the one or two attentions of a layer, [B, L, …]; () for full attention
     key: UInt32[Array, "B 2"]  # of the dropout that stays the same for a whole sequence
@@ -54,47 +54,47 @@ class VQLM(nnx.Module):
     def __call__(
         self,
         ids: Int[Array, "B T"],
-        state: State | None = None,
+        state: VQState | None = None,
         valid: Bool[Array, "B T"] | None = None,
         weights: Float[Array, "B T"] | None = None,
         documents: Int[Array, "B T"] | None = None,
-        noise: Noise | None = None,
+        noise: DropoutKeys | None = None,
         room: int | None = None,
-    ) -> tuple[Float[Array, "B T D"], State, Learning]:
+    ) -> tuple[Float[Array, "B T D"], VQState, QuantisationLoss]:
         """Hidden states of a multiple of `block` tokens. `valid` is False for padding at the left. With `room`, the
         state of full attention holds all keys, and slots for so many more."""
         c = self.config
         if ids.shape[1] % c.block:
             raise ValueError(f"{ids.shape[1]} tokens are no multiple of the block, {c.block}")
-        state = empty(c, len(ids)) if state is None else state
+        state = initial_state(c, len(ids)) if state is None else state
         documents = number_documents(c, ids, state, valid) if documents is None else documents
-        positions = place(c, state, documents)
+        positions = token_positions(c, state, documents)
         keys = (None, None) if noise is None else tuple(jax.random.split(noise.chunk))
         x = dropout(self.embed(ids, positions), c.embedding_dropout, keys[0])
         seen = jnp.concatenate([state.documents, documents], axis=1)
-        plan: Plan = Whole(c.law, documents, room)
+        plan: VQPlan = FullPass(c.spec, documents, room)
         if c.attention == "vq":
             # Where nothing is learnt, smaller blocks give the same result in less time.
-            law = c.reading if weights is None else c.law
+            spec = c.reading if weights is None else c.spec
             parallel = c.form == "parallel" or (c.form == "auto" and not target().rows_in_sequence and not c.rounded)
-            plan = Blocks(law, seen, state.latest, weights, parallel)
+            plan = BlockwisePass(spec, seen, state.latest, weights, parallel)
         noises = None
         if noise is not None and keys[1] is not None:
-            noises = Noise(*(_of_layers(key, c.n_layers) for key in (keys[1], noise.sequence)))
+            noises = DropoutKeys(*(_of_layers(key, c.n_layers) for key in (keys[1], noise.sequence)))
         x, caches, learning = self._run(x, plan, state.caches or (None,) * c.units, noises)
         if room is not None:
             left = jnp.pad(documents, ((0, 0), (0, room)))
         else:
             left = seen[:, seen.shape[1] - c.window :]
             caches = caches if c.attention == "vq" else ()
-        after = State(positions[:, -1] + 1, left, seen[:, -c.window - 1], caches, state.key)
+        after = VQState(positions[:, -1] + 1, left, seen[:, -c.window - 1], caches, state.key)
         return self.normed(x), lax.stop_gradient(after), learning
 
-    def _run(self, x: Array, plan: Plan, caches: tuple[Any, ...], noises: Noise | None) -> tuple:
+    def _run(self, x: Array, plan: VQPlan, caches: tuple[Any, ...], noises: DropoutKeys | None) -> tuple:
         """Through all layers, scanned or one by one. Their axis is the first of a scan and the second of a state."""
         c = self.config
         caches = jax.tree.map(_swapped, caches)
-        policy = None if c.remat else jax.checkpoint_policies.save_only_these_names(KEPT)
+        policy = None if c.remat else jax.checkpoint_policies.save_only_these_names(SAVED)
 
         def body(x: Array, xs: tuple[Layer, Any, Any]) -> tuple[Array, tuple]:
             layer, caches, noise = xs
@@ -110,7 +110,7 @@ class VQLM(nnx.Module):
                 x, one = body(x, (layer, *jax.tree.map(lambda a, i=i: a[i], (caches, noises))))
                 made.append(one)
             caches, learning = jax.tree.map(lambda *a: jnp.stack(a), *made)
-        return x, jax.tree.map(_swapped, caches), Learning(*map(jnp.sum, learning))
+        return x, jax.tree.map(_swapped, caches), QuantisationLoss(*map(jnp.sum, learning))
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Hidden states of what the last layer gives."""
@@ -141,13 +141,13 @@ class VQLM(nnx.Module):
         self,
         ids: Int[Array, "B T"],
         labels: Int[Array, "B T"],
-        state: State | None = None,
+        state: VQState | None = None,
         *,
         commit: float = 0.0,
-        noise: Noise | None = None,
+        noise: DropoutKeys | None = None,
         documents: Int[Array, "B T"] | None = None,
         learn: bool = False,
-    ) -> tuple[Sums, State, Learning]:
+    ) -> tuple[Sums, VQState, QuantisationLoss]:
         """Sums over labels that are not negative. With `learn`, their gradient is of the loss, of `commit` times the
         error of quantisation, and what codebooks learn from; their value is of the loss alone."""
         weights = (labels >= 0).astype(jnp.float32)
@@ -164,15 +164,15 @@ class VQLM(nnx.Module):
         return self.embedding if self.head is None else self.head
 
 
-def empty(config: Config, rows: int) -> State:
+def initial_state(config: Config, rows: int) -> VQState:
     """The state before anything is read."""
     c, caches = config, ()
     if c.attention == "vq":  # full attention is trained on whole sequences, and carries nothing
-        one = Cache.empty(rows, c.key_heads, c.window, c.n_codes, c.d_k, c.d_v)
+        one = VQCache.empty(rows, c.key_heads, c.window, c.n_codes, c.d_k, c.d_v)
         # An array for each unit: they may be donated one by one.
         caches = tuple(jax.tree.map(partial(_for_layers, c.n_layers), one) for _ in range(c.units))
     documents, key = jnp.zeros((rows, c.window), jnp.int32), jnp.zeros((rows, 2), jnp.uint32)
-    return State(jnp.zeros(rows, jnp.int32), documents, jnp.zeros(rows, jnp.int32), caches, key)
+    return VQState(jnp.zeros(rows, jnp.int32), documents, jnp.zeros(rows, jnp.int32), caches, key)
 
 
 def _for_layers(n: int, a: Array) -> Array:
@@ -189,7 +189,7 @@ def _of_layers(key: Array, n: int) -> Array:
 
 
 def number_documents(
-    config: Config, ids: Int[Array, "B T"], state: State, valid: Bool[Array, "B T"] | None
+    config: Config, ids: Int[Array, "B T"], state: VQState, valid: Bool[Array, "B T"] | None
 ) -> Int[Array, "B T"]:
     """Each end token, which also stands before a text, begins the next document; padding is of none."""
     valid = jnp.ones(ids.shape, bool) if valid is None else valid
@@ -200,7 +200,7 @@ def number_documents(
     return jnp.where(valid, number, 0)
 
 
-def place(config: Config, state: State, documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
+def token_positions(config: Config, state: VQState, documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The position of each token in its sequence, or in its document if these are kept apart."""
     real = documents > 0
     count = state.position[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
@@ -211,5 +211,5 @@ def place(config: Config, state: State, documents: Int[Array, "B T"]) -> Int[Arr
     return jnp.maximum(count - begins, 0)
 
 
-def state_bytes(state: State) -> int:
+def state_bytes(state: VQState) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))

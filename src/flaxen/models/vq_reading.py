@@ -14,10 +14,10 @@ from flaxen.nn.param import with_config
 LARGEST = 6  # pieces have at most 2^6 blocks
 
 
-def read(model: vq_lm.VQLM, ids: Sequence[int], state: vq_lm.State | None = None) -> vq_lm.State:
+def read(model: vq_lm.VQLM, ids: Sequence[int], state: vq_lm.VQState | None = None) -> vq_lm.VQState:
     """The state after reading `ids`. Its size does not depend on how many there are."""
     block = model.config.block
-    state, first = vq_lm.empty(model.config, 1) if state is None else state, 0
+    state, first = vq_lm.initial_state(model.config, 1) if state is None else state, 0
     for n in _pieces(len(ids), block):
         state = _read(model, min(n, block), jnp.asarray([ids[first : first + n]]), state)
         first += n
@@ -34,6 +34,6 @@ def _pieces(n: int, block: int) -> Iterator[int]:
 
 
 @partial(jax.jit, static_argnames="block")
-def _read(model: vq_lm.VQLM, block: int, ids: Array, state: vq_lm.State) -> vq_lm.State:
+def _read(model: vq_lm.VQLM, block: int, ids: Array, state: vq_lm.VQState) -> vq_lm.VQState:
     """The result does not depend on the block."""
     return with_config(model, dataclasses.replace(model.config, block=block))(ids, state)[1]

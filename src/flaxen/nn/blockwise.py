@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.hardware import few_heads_at_a_time, materialise
 from flaxen.nn.layers import keep_mask
-from flaxen.nn.stack import kept, tie
+from flaxen.nn.stack import compute_together, save_for_backward
 
 # Finite, so that a row whose keys are all masked is a mean over garbage and not NaN.
 MASKED = -1e9
@@ -82,7 +82,9 @@ def attend(
     rate = 0.0 if key is None else plan.rate
     seed = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
     static = _Static(t_block, s_block, plan.causal, plan.bias is not None, plan.segments is not None, rate)
-    return _blockwise(kept(q), kept(k), kept(v), bias, segments, seed, static)[:, :, :length]
+    return _blockwise(save_for_backward(q), save_for_backward(k), save_for_backward(v), bias, segments, seed, static)[
+        :, :, :length
+    ]
 
 
 def attend_plain(
@@ -195,7 +197,7 @@ def _forward(
 
     def head(index: Array, q: Array, k: Array, v: Array, bias: Array, segments: Any) -> tuple[Array, Array]:
         if n_t * n_s > BLOCKS_OF_MASKS:
-            q, bias, segments = tie((q, bias, segments))
+            q, bias, segments = compute_together((q, bias, segments))
         here = _Head(index, bias, segments, seed, n_t, static)
         ks, vs = _blocks(k, static.s_block), _blocks(v, static.s_block)
 
@@ -219,7 +221,7 @@ def _forward(
         return out.reshape(q.shape), lse.reshape(-1)
 
     arrays = (q, k, v, *_spread(bias, segments, q))
-    out, lse = (kept(a) for a in few_heads_at_a_time(head, static.t_block * static.s_block, arrays))
+    out, lse = (save_for_backward(a) for a in few_heads_at_a_time(head, static.t_block * static.s_block, arrays))
     return out, (q, k, v, bias, segments, seed, out, lse)
 
 
@@ -235,7 +237,7 @@ def _backward(static: _Static, residuals: tuple[Any, ...], g: Array) -> tuple[Ar
         index: Array, q: Array, k: Array, v: Array, g: Array, lse: Array, delta: Array, bias: Array, segments: Any
     ) -> Any:
         if n_t * n_s > BLOCKS_OF_MASKS:
-            q, bias, segments = tie((q, bias, segments))
+            q, bias, segments = compute_together((q, bias, segments))
         here = _Head(index, bias, segments, seed, n_t, static)
         ks, vs = _blocks(k, s), _blocks(v, s)
         kts = materialise(ks.swapaxes(1, 2))
@@ -247,11 +249,11 @@ def _backward(static: _Static, residuals: tuple[Any, ...], g: Array) -> tuple[Ar
                 (dq, dbias), (j, k, kt, v, dk, dv) = carry, jth
                 weights = jnp.exp(dot(k, q, (1, 1)) + here.offset(i, j, transposed=True) - lse)  # [s, t]
                 dweights = dot(v, g, (1, 1))
-                kept = weights
+                dropped = weights
                 if static.rate:
                     keep = here.keep(i, j, transposed=True)
-                    kept, dweights = weights * keep, dweights * keep
-                dv = dv + dot(kept.astype(g.dtype), g, (1, 0))
+                    dropped, dweights = weights * keep, dweights * keep
+                dv = dv + dot(dropped.astype(g.dtype), g, (1, 0))
                 dscores = weights * (dweights - delta)
                 if static.biased:
                     at = here.window(i, j)

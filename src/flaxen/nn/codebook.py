@@ -7,7 +7,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from flaxen.nn.param import constant, normal
-from flaxen.nn.stack import kept
+from flaxen.nn.stack import save_for_backward
 
 LEAST = 0.01  # what a count is taken for at least
 
@@ -27,7 +27,7 @@ class Codebook(nnx.Module):
         """The code of each key, the first if there are several, and its vector with the gradient of the key."""
         codes = self.vectors()
         dots = jnp.einsum("BNTH,NMH->BNTM", lax.stop_gradient(k), codes)
-        z = kept(jnp.argmin(jnp.square(codes).sum(-1)[:, None] - 2 * dots, axis=-1).astype(jnp.int32))
+        z = save_for_backward(jnp.argmin(jnp.square(codes).sum(-1)[:, None] - 2 * dots, axis=-1).astype(jnp.int32))
         chosen = codes[jnp.arange(len(codes))[:, None], z]
         return z, chosen + (k - lax.stop_gradient(k))
 
@@ -41,8 +41,8 @@ class Codebook(nnx.Module):
         head = jnp.arange(z.shape[1])[:, None]
         w = jnp.broadcast_to(weights[:, None], z.shape)
         k = lax.stop_gradient(k) * w[..., None]
-        keys = kept(jnp.zeros(self.sum.shape).at[head, z].add(k))
-        counts = kept(jnp.zeros(self.count.shape).at[head, z].add(w))
+        keys = save_for_backward(jnp.zeros(self.sum.shape).at[head, z].add(k))
+        counts = save_for_backward(jnp.zeros(self.count.shape).at[head, z].add(w))
         return -jnp.vdot(keys, _only_gradient(self.sum[...])) - jnp.vdot(counts, _only_gradient(self.count[...]))
 
 
@@ -92,7 +92,7 @@ def fitness(k: Float[Array, "B N T H"], chosen: Float[Array, "B N T H"]) -> dict
 
 
 def fit(
-    k: Float[Array, "N R H"], n_codes: int, key: Array, rounds: int = 5
+    k: Float[Array, "N T H"], n_codes: int, key: Array, rounds: int = 5
 ) -> tuple[Float[Array, "N M H"], Float[Array, "N M"]]:
     """Sums and counts of a codebook made from keys: k-means from codes drawn among them."""
 

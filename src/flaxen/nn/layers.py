@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from flaxen.nn.hardware import materialise, matmul_few_rows, matmul_transposed, target
 from flaxen.nn.matmul import contract, dots
 from flaxen.nn.param import constant, normal
-from flaxen.nn.stack import kept, unstack
+from flaxen.nn.stack import save_for_backward, unstack
 
 M = TypeVar("M")
 
@@ -33,7 +33,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
-class Adapted(NamedTuple):
+class LoRALinear(NamedTuple):
     """A Linear and a low-rank addition to it: x · W + (x · down) · up."""
 
     linear: Linear
@@ -210,7 +210,7 @@ class MLP(nnx.Module):
         self, x: Float[Array, "*B D"], rate: float, key: Array | None, keep: bool = True
     ) -> Float[Array, "*B D"]:
         """With `keep`, the backward finds the results of the first map; else it recomputes them."""
-        act, mark = ACTIVATIONS[self.activation], kept if keep else (lambda y: y)
+        act, mark = ACTIVATIONS[self.activation], save_for_backward if keep else (lambda y: y)
         h = mark(self.wi(x))
         h = act(h) if self.gate is None else act(mark(self.gate(x))) * h
         return self.wo(dropout(h, rate, key))

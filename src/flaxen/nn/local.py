@@ -21,17 +21,17 @@ from flaxen.nn.blockwise import MASKED, scaled_keep
 from flaxen.nn.hardware import few_heads_at_a_time, materialise, widen
 from flaxen.nn.layers import RMSNorm
 from flaxen.nn.position import RelativeBias
-from flaxen.nn.stack import kept, tie
+from flaxen.nn.stack import compute_together, save_for_backward
 
 BLOCK = 64  # queries at a time: with radius 127 they touch 318 keys, of which each sees 255
 
 
-class Side(NamedTuple):
+class GlobalTokens(NamedTuple):
     """Which tokens are summed, and who sees the sums."""
 
     block: Int[Array, "B T"]  # the side token that a token is part of, or -1
-    owner: Int[Array, "B G"]  # the segment of a side token; 0 for one that does not exist
-    bias: Float[Array, "N R"]  # R = 2 G - 1; entry r is for side token - block of the query = r - (G - 1)
+    owner: Int[Array, "B Z"]  # the segment of a side token; 0 for one that does not exist
+    bias: Float[Array, "N R"]  # R = 2 Z - 1; entry r is for global token - block of the query = r - (Z - 1)
     size: int  # tokens of a block
 
 
@@ -39,10 +39,10 @@ class LocalPlan(NamedTuple):
     """Who sees whom in a band, the same in all layers of a stack."""
 
     segments: Int[Array, "B T"]  # tokens see each other within a segment; 0 is padding
-    band: Float[Array, "N C W"]  # bias and mask of a block of W queries: key c of its slice is c - radius - w away
+    band: Float[Array, "N S X"]  # bias and mask of a block of X queries: key s of its slice is s - radius - x away
     radius: int
     rate: float  # dropout of the weights
-    side: Side | None = None
+    side: GlobalTokens | None = None
 
     def rows(self) -> Any:
         return self.segments, self.side and (self.side.block, self.side.owner)
@@ -58,7 +58,7 @@ class LocalPlan(NamedTuple):
 
 
 def plan_local(
-    bias: RelativeBias, segments: Int[Array, "B T"], radius: int, rate: float, side: Side | None = None
+    bias: RelativeBias, segments: Int[Array, "B T"], radius: int, rate: float, side: GlobalTokens | None = None
 ) -> LocalPlan:
     """The plan of a stack; with `side`, of transient-global attention."""
     block = min(BLOCK, segments.shape[1])
@@ -68,7 +68,7 @@ def plan_local(
     return LocalPlan(segments, band, radius, rate, side)
 
 
-def plan_side(bias: RelativeBias, segments: Int[Array, "B T"], size: int) -> Side | None:
+def plan_global(bias: RelativeBias, segments: Int[Array, "B T"], size: int) -> GlobalTokens | None:
     """Blocks of `size` tokens, counted from the start of each segment; tokens behind its last whole one join that.
 
     None if no segment can have a whole block.
@@ -89,7 +89,7 @@ def plan_side(bias: RelativeBias, segments: Int[Array, "B T"], size: int) -> Sid
     block = own(blocks_before) + jnp.minimum(rank // size, own(whole) - 1)
     block = jnp.where(real & (own(whole) > 0), block, -1)
     owner = jnp.zeros((batch, n_side + 1), jnp.int32).at[row, block].max(segments)[:, :n_side]
-    return Side(block, owner, bias(jnp.arange(1 - n_side, n_side)), size)
+    return GlobalTokens(block, owner, bias(jnp.arange(1 - n_side, n_side)), size)
 
 
 class TransientGlobalAttention(Attention):
@@ -106,7 +106,7 @@ class TransientGlobalAttention(Attention):
         return self.output(attend_local(self.query(x), *self.keys_values(x), plan, key, side)), None
 
 
-def block_sums(x: Float[Array, "B T D"], side: Side) -> Float[Array, "B G D"]:
+def block_sums(x: Float[Array, "B T D"], side: GlobalTokens) -> Float[Array, "B Z D"]:
     """The tokens of each block added up, in f32."""
     n_side = side.owner.shape[1]
     into = jnp.where(side.block < 0, n_side, side.block)
@@ -119,7 +119,7 @@ def attend_local(
     v: Float[Array, "B N T H"],
     plan: LocalPlan,
     key: Array | None = None,
-    side: tuple[Float[Array, "B N G H"], Float[Array, "B N G H"]] | None = None,
+    side: tuple[Float[Array, "B N Z H"], Float[Array, "B N Z H"]] | None = None,
 ) -> Float[Array, "B N T H"]:
     """Softmax attention over the band and over the side tokens, whose keys and values are `side`."""
     n_heads, length = q.shape[1:3]
@@ -137,10 +137,15 @@ def attend_local(
 
     segments = for_heads(plan.segments)
     facts: tuple[Array, ...] = (padded(segments, tail), padded(segments, ends))
-    tensors: tuple[Array, ...] = (kept(padded(q, tail)), kept(padded(k, ends)), kept(padded(v, ends)), plan.band)
+    tensors: tuple[Array, ...] = (
+        save_for_backward(padded(q, tail)),
+        save_for_backward(padded(k, ends)),
+        save_for_backward(padded(v, ends)),
+        plan.band,
+    )
     few = 0
     if plan.side is not None and side is not None:
-        tensors += (kept(side[0]), kept(side[1]), plan.side.bias)
+        tensors += (save_for_backward(side[0]), save_for_backward(side[1]), plan.side.bias)
         facts += (padded(for_heads(plan.side.block) + 1, tail) - 1, for_heads(plan.side.owner))
         few = min(block, block // plan.side.size + 2)  # that consecutive queries can be part of
     seed = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
@@ -216,7 +221,9 @@ def _forward(tensors: tuple[Array, ...], facts: tuple[Array, ...], seed: Array, 
     n_blocks = tensors[0].shape[2] // static.t_block
 
     def head(index: Array, own: tuple[Array, ...], biases: tuple[Array, ...], facts: tuple[Array, ...]) -> Any:
-        own, biases, facts = tie((own, biases, facts))  # or all masks, [T, S], would be computed first and kept
+        own, biases, facts = compute_together(
+            (own, biases, facts)
+        )  # or all masks, [T, S], would be computed first and kept
         q, k, v, *side = own
         here = _Head(index, seed, facts, biases[0], biases[-1], static)
         vt = materialise(v.T)
@@ -237,7 +244,7 @@ def _forward(tensors: tuple[Array, ...], facts: tuple[Array, ...], seed: Array, 
         return out.reshape(q.shape), lse.reshape(-1)
 
     arrays = (*_split(tensors), facts)
-    out, lse = (kept(a) for a in few_heads_at_a_time(head, static.t_block * static.s_block, arrays))
+    out, lse = (save_for_backward(a) for a in few_heads_at_a_time(head, static.t_block * static.s_block, arrays))
     return out, (tensors, facts, seed, out, lse)
 
 
@@ -249,7 +256,9 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
     def head(
         index: Array, own: tuple[Array, ...], biases: tuple[Array, ...], facts: Any, g: Array, lse: Array, delta: Array
     ) -> Any:
-        own, biases, facts = tie((own, biases, facts))  # or all masks, [T, S], would be computed first and kept
+        own, biases, facts = compute_together(
+            (own, biases, facts)
+        )  # or all masks, [T, S], would be computed first and kept
         q, k, v, *side = own
         here = _Head(index, seed, facts, biases[0], biases[-1], static)
         kt = materialise(k.T)

@@ -24,11 +24,11 @@ class Sums(NamedTuple):
 
 
 def cross_entropy(
-    hidden: Float[Array, "R D"],
+    hidden: Float[Array, "T D"],
     head: Float[Array, "V D"],
-    labels: Int[Array, "R"],
-    weights: Float[Array, "R"],
-    smoothing: float = 0.0,
+    labels: Int[Array, "T"],
+    weights: Float[Array, "T"],
+    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk: int | None = None,
     bias: Float[Array, "V"] | None = None,
@@ -42,20 +42,20 @@ def cross_entropy(
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(n, chunk, -1)
     labels = jnp.pad(labels, (0, pad)).reshape(n, chunk)
     padded = jnp.pad(weights.astype(jnp.float32), (0, pad)).reshape(n, chunk)
-    loss, correct = _sums(hidden, head.astype(hidden.dtype), bias, labels, padded, (smoothing, z_loss))
+    loss, correct = _sums(hidden, head.astype(hidden.dtype), bias, labels, padded, (label_smoothing, z_loss))
     return Sums(loss, correct, weights.astype(jnp.float32).sum())
 
 
 def _chunk(
-    hidden: Array, head_t: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
+    hidden: Array, head_t: Array, bias: Array | None, labels: Array, weights: Array, coefficients: tuple[float, float]
 ) -> tuple[Array, Array, Array, Array]:
     """The sums of one chunk, and what its gradient needs: the logits and their log-sum-exp."""
-    smoothing, z_loss = law
+    label_smoothing, z_loss = coefficients
     logits = jnp.dot(hidden, head_t, preferred_element_type=jnp.float32)
     logits = logits if bias is None else logits + bias
     lse = jax.nn.logsumexp(logits, axis=-1)
     gold = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    target = gold if smoothing == 0.0 else (1.0 - smoothing) * gold + smoothing * logits.mean(axis=-1)
+    target = gold if label_smoothing == 0.0 else (1.0 - label_smoothing) * gold + label_smoothing * logits.mean(axis=-1)
     loss = jnp.sum(weights * (lse - target + z_loss * jnp.square(lse)))
     # A label that ties with another logit for the maximum counts as correct: no argmax, one pass less.
     correct = jnp.sum(weights * (gold >= logits.max(axis=-1)))
@@ -64,12 +64,12 @@ def _chunk(
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _sums(
-    hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
+    hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, coefficients: tuple[float, float]
 ) -> tuple[Array, Array]:
     head_t = transposed_right(head)
 
     def body(carry: tuple[Array, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
-        loss, correct, _, _ = _chunk(xs[0], head_t, bias, *xs[1:], law)
+        loss, correct, _, _ = _chunk(xs[0], head_t, bias, *xs[1:], coefficients)
         return (carry[0] + loss, carry[1] + correct), None
 
     sums, _ = lax.scan(body, (jnp.zeros(()), jnp.zeros(())), (hidden, labels, weights))
@@ -77,25 +77,27 @@ def _sums(
 
 
 def _forward(
-    hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, law: tuple[float, float]
+    hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, coefficients: tuple[float, float]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
-    smoothing, z_loss = law
+    label_smoothing, z_loss = coefficients
     vocab, head_t = len(head), transposed_right(head)
 
     def body(carry: tuple, xs: tuple[Array, Array, Array]) -> tuple[tuple, Array]:
         total, right, dhead, dbias = carry
         rows, labels, weights = xs
-        loss, correct, logits, lse = _chunk(rows, head_t, bias, labels, weights, law)
+        loss, correct, logits, lse = _chunk(rows, head_t, bias, labels, weights, coefficients)
         slope = weights * (1.0 + 2.0 * z_loss * lse)
         dlogits = slope[:, None] * jnp.exp(logits - lse[:, None])
         hit = jnp.arange(vocab) == labels[:, None]
-        dlogits = dlogits - weights[:, None] * jnp.where(hit, 1.0 - smoothing + smoothing / vocab, smoothing / vocab)
+        dlogits = dlogits - weights[:, None] * jnp.where(
+            hit, 1.0 - label_smoothing + label_smoothing / vocab, label_smoothing / vocab
+        )
         dbias = None if bias is None else dbias + dlogits.sum(axis=0)
         dlogits = dlogits.astype(rows.dtype)
-        drows = jnp.einsum("RV,VD->RD", dlogits, head, preferred_element_type=jnp.float32)
+        drows = jnp.einsum("TV,VD->TD", dlogits, head, preferred_element_type=jnp.float32)
         # Kept as [D, V]: rowsᵀ is a small copy, dlogitsᵀ would be a large one (see nn/matmul.py).
         rows_t = materialise(rows.T)
-        dhead = dhead + jnp.einsum("DR,RV->DV", rows_t, dlogits, preferred_element_type=jnp.float32)
+        dhead = dhead + jnp.einsum("DT,TV->DV", rows_t, dlogits, preferred_element_type=jnp.float32)
         return (total + loss, right + correct, dhead, dbias), drows.astype(rows.dtype)
 
     start = (
@@ -109,7 +111,7 @@ def _forward(
 
 
 def _backward(
-    law: tuple[float, float], residuals: tuple[Array, Array, Array | None], g: tuple[Array, Array]
+    coefficients: tuple[float, float], residuals: tuple[Array, Array, Array | None], g: tuple[Array, Array]
 ) -> tuple[Array, Array, Array | None, None, None]:
     dhidden, dhead, dbias = residuals
     scaled = (g[0].astype(dhidden.dtype) * dhidden, g[0].astype(dhead.dtype) * dhead)

@@ -10,7 +10,9 @@ from jaxtyping import Float, Int
 from flaxen.nn.param import normal
 
 
-def bucket(distance: Int[Array, "*R"], bidirectional: bool, n_buckets: int, max_distance: int) -> Int[Array, "*R"]:
+def relative_bucket(
+    distance: Int[Array, "*R"], bidirectional: bool, n_buckets: int, max_distance: int
+) -> Int[Array, "*R"]:
     """The bucket of distance = key position - query position: exact when near, logarithmic up to max_distance."""
     side = jnp.zeros_like(distance)
     if bidirectional:
@@ -37,11 +39,11 @@ class RelativeBias(nnx.Module):
     def __call__(self, distance: Int[Array, "*R"]) -> Float[Array, "N *R"]:
         """The bias at each distance, in f32."""
         table = self.weight[...].astype(jnp.float32)
-        ids = bucket(distance, self.bidirectional, table.shape[0], self.max_distance)
+        ids = relative_bucket(distance, self.bidirectional, table.shape[0], self.max_distance)
         return jnp.moveaxis(table[ids], -1, 0)
 
 
-def sinusoids(positions: Int[Array, "*R"], width: int, wavelength: float) -> Float[Array, "*R D"]:
+def sinusoids(positions: Int[Array, "*T"], width: int, wavelength: float) -> Float[Array, "*T D"]:
     """Sines, then cosines, of each position at width / 2 frequencies from 1 down to 1 / wavelength, in f32."""
     frequencies = 1 / wavelength ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles = positions[..., None].astype(jnp.float32) * frequencies

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 M = TypeVar("M")
-KEPT = "kept"
+SAVED = "kept"
 LONG = 2**22  # numbers that enter a layer, such as 8,192 tokens of 512 features
 
 
@@ -25,10 +25,10 @@ def run(
 ) -> Array:
     """x = layer(layers[i], x, key_i) for every i. A scan compiles one body; unrolling lets XLA see them all.
 
-    The backward finds what the layer marked as `kept` and recomputes the rest, which is cheap: norms, activations,
-    transposes. With `remat` it finds only x.
+    The backward pass reads what the layer marked with `save_for_backward` and recomputes the rest, which is cheap:
+    norms, activations, transposes. With `remat` only x is saved.
     """
-    policy = None if remat else jax.checkpoint_policies.save_only_these_names(KEPT)
+    policy = None if remat else jax.checkpoint_policies.save_only_these_names(SAVED)
     layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
     n = depth(layers)
     keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
@@ -40,12 +40,12 @@ def run(
     return x
 
 
-def kept(x: Array) -> Array:
+def save_for_backward(x: Array) -> Array:
     """Marks what the backward needs and should not compute twice: mostly results of matmuls."""
-    return checkpoint_name(x, KEPT)
+    return checkpoint_name(x, SAVED)
 
 
-def tie(arrays: M) -> M:
+def compute_together(arrays: M) -> M:
     """The same arrays, none of which exists before all of them. JAX computes what depends on no weight, such as masks,
     once before the loops that it is used in, and keeps it all; tied to what depends on weights, it stays inside."""
     return lax.optimization_barrier(arrays)

@@ -15,23 +15,23 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from flaxen.nn.hardware import each_row
-from flaxen.nn.stack import kept
-from flaxen.nn.vq_block import Scale, Window, block_backward, block_forward, hidden_keys
-from flaxen.nn.vq_plan import Heads, Law
+from flaxen.nn.stack import save_for_backward
+from flaxen.nn.vq_block import BlockInputs, SoftmaxScale, block_backward, block_forward, hidden_keys
+from flaxen.nn.vq_plan import HeadInputs, VQSpec
 
 
-class Cache(NamedTuple):
+class VQCache(NamedTuple):
     """What one attention carries from block to block and from call to call. Its size does not depend on the past's."""
 
-    codes: Int[Array, "B N C"]
-    keys: Float[Array, "B N C H"]
-    values: Float[Array, "B N C U"]
+    codes: Int[Array, "B N W"]
+    keys: Float[Array, "B N W H"]
+    values: Float[Array, "B N W U"]
     counts: Float[Array, "B N M"]  # of keys that have left the window
     means: Float[Array, "B N M U"]  # of their values
 
     @staticmethod
-    def empty(rows: int, heads: int, window: int, codes: int, d_k: int, d_v: int) -> "Cache":
-        return Cache(
+    def empty(rows: int, heads: int, window: int, codes: int, d_k: int, d_v: int) -> "VQCache":
+        return VQCache(
             jnp.full((rows, heads, window), codes, jnp.int32),
             jnp.zeros((rows, heads, window, d_k)),
             jnp.zeros((rows, heads, window, d_v)),
@@ -40,43 +40,43 @@ class Cache(NamedTuple):
         )
 
 
-class Operands(NamedTuple):
+class ScanOperands(NamedTuple):
     """One head of one row, before it is cut into blocks. Keys and values begin with those of the window."""
 
-    queries: Float[Array, "K R H"]  # R = G · W queries of a block, with what keys are compared to
-    distant: Float[Array, "K R H"]  # and with what distances are
+    queries: Float[Array, "J QX H"]  # R = G · W queries of a block, with what keys are compared to
+    distant: Float[Array, "J QX H"]  # and with what distances are
     keys: Float[Array, "S H"]
     values: Float[Array, "S U"]
-    table: Float[Array, "G E H"]  # of the distances C, C - 1, … 0
+    table: Float[Array, "Q E H"]  # of the distances C, C - 1, … 0
 
 
-class Context(NamedTuple):
+class ScanConstants(NamedTuple):
     """The rest of it, through which no gradient goes."""
 
     codes: Int[Array, "S"]
     documents: Int[Array, "S"]
-    before: Int[Array, "K"]
-    keep: Bool[Array, "K"]
-    leaving: Bool[Array, "K W"]
+    before: Int[Array, "J"]
+    keep: Bool[Array, "J"]
+    evicted: Bool[Array, "J X"]
     codebook: Float[Array, "M H"]
     counts: Float[Array, "M"]
     means: Float[Array, "M U"]
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockwisePass:
     """The plan of a pass over T tokens, a multiple of the block."""
 
-    law: Law
+    spec: VQSpec
     documents: Int[Array, "B S"]  # of each token of the window, then of the T at hand: from 1 on, 0 for padding
     latest: Int[Array, "B"]  # the document that the means are of
     weights: Float[Array, "B T"] | None = None  # which tokens codebooks learn from, if any
     parallel: bool = False  # all blocks at once: of use where one block cannot fill the hardware
 
-    def attend(self, heads: Heads, cache: Cache) -> tuple[Float[Array, "B N G T U"], Cache]:
+    def attend(self, heads: HeadInputs, cache: VQCache) -> tuple[Float[Array, "B N Q T U"], VQCache]:
         """What each query sees, and the cache behind the last block."""
         assert heads.codes is not None
-        law, shape = self.law, heads.queries.shape
+        spec, shape = self.spec, heads.queries.shape
         # No gradient goes into what the pass before has left.
         codes, keys, values = (
             jnp.concatenate([lax.stop_gradient(old), new.astype(old.dtype)], axis=2)
@@ -86,7 +86,7 @@ class Blocks:
                 (cache.values.astype(heads.values.dtype), heads.values),
             )
         )
-        operands = Operands(
+        operands = ScanOperands(
             self._split(heads.queries),
             self._split(heads.distant),
             keys,
@@ -94,72 +94,74 @@ class Blocks:
             jnp.broadcast_to(heads.table, (shape[0], *heads.table.shape)),
         )
         context = lax.stop_gradient(self._context(codes, heads.codebook, cache))
-        one = partial(_parallel if self.parallel else _scanned, law)
+        one = partial(_parallel if self.parallel else _scanned, spec)
         rows = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (operands, context))
         out, counts, means = each_row(one, rows)
-        out = out.reshape(*shape[:2], -1, shape[2], law.block, out.shape[-1]).swapaxes(2, 3).reshape(*shape[:4], -1)
-        last = slice(keys.shape[2] - law.window, None)
+        out = out.reshape(*shape[:2], -1, shape[2], spec.block, out.shape[-1]).swapaxes(2, 3).reshape(*shape[:4], -1)
+        last = slice(keys.shape[2] - spec.window, None)
         counts, means = counts.reshape(cache.counts.shape), means.reshape(cache.means.shape)
-        after = Cache(codes[:, :, last], keys[:, :, last], values[:, :, last].astype(jnp.float32), counts, means)
+        after = VQCache(codes[:, :, last], keys[:, :, last], values[:, :, last].astype(jnp.float32), counts, means)
         return out, lax.stop_gradient(after)
 
-    def _split(self, q: Float[Array, "B N G T H"]) -> Float[Array, "B N K R H"]:
+    def _split(self, q: Float[Array, "B N Q T H"]) -> Float[Array, "B N J QX H"]:
         """Queries by block; those of one key head that stand in one block are one matrix."""
         b, n, g, t, _ = q.shape
-        blocks = t // self.law.block
-        q = q.reshape(b, n, g, blocks, self.law.block, -1).swapaxes(2, 3)
-        return q.reshape(b, n, blocks, g * self.law.block, -1)
+        blocks = t // self.spec.block
+        q = q.reshape(b, n, g, blocks, self.spec.block, -1).swapaxes(2, 3)
+        return q.reshape(b, n, blocks, g * self.spec.block, -1)
 
-    def _context(self, codes: Int[Array, "B N S"], codebook: Array | None, cache: Cache) -> "Context":
+    def _context(self, codes: Int[Array, "B N S"], codebook: Array | None, cache: VQCache) -> "ScanConstants":
         assert codebook is not None
         b, n = codes.shape[:2]
         per_row = (self.documents, *self._evictions())
-        documents, before, keep, leaving = (jnp.broadcast_to(a[:, None], (b, n, *a.shape[1:])) for a in per_row)
+        documents, before, keep, evicted = (jnp.broadcast_to(a[:, None], (b, n, *a.shape[1:])) for a in per_row)
         codebooks = jnp.broadcast_to(codebook, (b, *codebook.shape))
-        return Context(codes, documents, before, keep, leaving, codebooks, cache.counts, cache.means)
+        return ScanConstants(codes, documents, before, keep, evicted, codebooks, cache.counts, cache.means)
 
-    def _evictions(self) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Bool[Array, "B K W"]]:
+    def _evictions(self) -> tuple[Int[Array, "B J"], Bool[Array, "B J"], Bool[Array, "B J X"]]:
         """For each block: whose means it reads, whether they are kept behind it, which keys then join them."""
-        law = self.law
-        blocks = (self.documents.shape[1] - law.window) // law.block
-        leaving = self.documents[:, : blocks * law.block].reshape(len(self.latest), blocks, law.block)
-        after = leaving[:, :, -1]
+        spec = self.spec
+        blocks = (self.documents.shape[1] - spec.window) // spec.block
+        evicted = self.documents[:, : blocks * spec.block].reshape(len(self.latest), blocks, spec.block)
+        after = evicted[:, :, -1]
         before = jnp.concatenate([self.latest[:, None], after[:, :-1]], axis=1)
-        if not law.documents:
-            return before, jnp.ones(before.shape, bool), leaving > 0
-        return before, before == after, (leaving > 0) & (leaving == after[:, :, None])
+        if not spec.documents:
+            return before, jnp.ones(before.shape, bool), evicted > 0
+        return before, before == after, (evicted > 0) & (evicted == after[:, :, None])
 
 
 # One head of one row, block after block. ------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scanned(law: Law, operands: Operands, context: Context) -> tuple[Array, Array, Array]:
-    out, _, _, last = _scan(law, operands, context)
+def _scanned(spec: VQSpec, operands: ScanOperands, context: ScanConstants) -> tuple[Array, Array, Array]:
+    out, _, _, last = _scan(spec, operands, context)
     return out, *last
 
 
-def _scan(law: Law, operands: Operands, context: Context) -> tuple[Array, Scale, tuple, tuple]:
+def _scan(spec: VQSpec, operands: ScanOperands, context: ScanConstants) -> tuple[Array, SoftmaxScale, tuple, tuple]:
     """What is seen, the scale of its scores, counts and means before each block, and behind the last."""
 
     def body(carry: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], tuple]:
         counts, means = carry
-        out, scale = block_forward(law, _window(law, operands, context, i), counts, means)
-        return _joined(law, context, operands.values, i, counts, means), (out, scale, counts, means)
+        out, scale = block_forward(spec, _window(spec, operands, context, i), counts, means)
+        return _joined(spec, context, operands.values, i, counts, means), (out, scale, counts, means)
 
     start = (context.counts, context.means)
     last, (out, scale, *past) = lax.scan(body, start, jnp.arange(len(operands.queries)))
     return out, scale, tuple(past), last
 
 
-def _scanned_forward(law: Law, operands: Operands, context: Context) -> tuple[tuple, tuple]:
-    out, scale, past, last = _scan(law, operands, context)
+def _scanned_forward(spec: VQSpec, operands: ScanOperands, context: ScanConstants) -> tuple[tuple, tuple]:
+    out, scale, past, last = _scan(spec, operands, context)
     # Counts and means before each block are not kept: to recompute them is cheap, and they are a tenth of the memory.
-    out, scale = jax.tree.map(kept, (out, scale))
+    out, scale = jax.tree.map(save_for_backward, (out, scale))
     return (out, *last), (operands, context, out, scale, past)
 
 
-def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array, Array]) -> tuple[Operands, None]:
+def _scanned_backward(
+    spec: VQSpec, residuals: tuple, gradients: tuple[Array, Array, Array]
+) -> tuple[ScanOperands, None]:
     """From the last block to the first. What is carried besides sums is the gradient of the means.
 
     Behind block i, means' = old · means + Σ share · value over the keys that leave the window, with old and share
@@ -171,19 +173,19 @@ def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array,
     def body(carry: tuple[Array, Array, Array, Array], xs: tuple) -> tuple[tuple, tuple]:
         dkeys, dvalues, dtable, dmeans = carry
         i, g, out, scale, counts, means = xs
-        slopes = block_backward(law, _window(law, operands, context, i), counts, means, out, scale, g)
+        slopes = block_backward(spec, _window(spec, operands, context, i), counts, means, out, scale, g)
         dk, dv = slopes.keys, slopes.values
-        if law.through:
-            if law.aggregate:
-                old, _, share = _shares(law, context, i, counts)
-                at = _leaving(law, context.codes, i)
+        if spec.through:
+            if spec.aggregate:
+                old, _, share = _shares(spec, context, i, counts)
+                at = _evicted(spec, context.codes, i)
                 moved = (dmeans.at[at].get(mode="fill", fill_value=0.0) * share[:, None]).astype(dv.dtype)
-                dv = dv.at[: law.block].add(moved)
+                dv = dv.at[: spec.block].add(moved)
                 dmeans = slopes.means + old[:, None] * dmeans
         else:  # keys and values of the window are what the block before left: constants
-            present = (jnp.arange(len(dk)) >= law.window)[:, None]
+            present = (jnp.arange(len(dk)) >= spec.window)[:, None]
             dk, dv = jnp.where(present, dk, 0.0), jnp.where(present, dv, 0.0)
-        dkeys, dvalues = _add_at(dkeys, dk, i * law.block), _add_at(dvalues, dv, i * law.block)
+        dkeys, dvalues = _add_at(dkeys, dk, i * spec.block), _add_at(dvalues, dv, i * spec.block)
         return (dkeys, dvalues, dtable + slopes.table, dmeans), (slopes.queries, slopes.distant)
 
     zero = (
@@ -194,7 +196,7 @@ def _scanned_backward(law: Law, residuals: tuple, gradients: tuple[Array, Array,
     )
     xs = (jnp.arange(len(out)), gradients[0], out, scale, *past)
     (dkeys, dvalues, dtable, _), (dq, dd) = lax.scan(body, zero, xs, reverse=True)
-    return Operands(dq, dd, dkeys, dvalues.astype(operands.values.dtype), dtable), None
+    return ScanOperands(dq, dd, dkeys, dvalues.astype(operands.values.dtype), dtable), None
 
 
 _scanned.defvjp(_scanned_forward, _scanned_backward)
@@ -205,38 +207,38 @@ def _add_at(sums: Array, more: Array, at: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(sums, there + more.astype(sums.dtype), at, 0)
 
 
-def _window(law: Law, operands: Operands, context: Context, i: Array) -> Window:
+def _window(spec: VQSpec, operands: ScanOperands, context: ScanConstants, i: Array) -> BlockInputs:
     """Of block i."""
 
     def cut(a: Array) -> Array:
-        return lax.dynamic_slice_in_dim(a, i * law.block, law.window + law.block)
+        return lax.dynamic_slice_in_dim(a, i * spec.block, spec.window + spec.block)
 
     documents = cut(context.documents)
-    own = documents[law.window :]
-    return Window(
+    own = documents[spec.window :]
+    return BlockInputs(
         operands.queries[i],
         operands.distant[i],
         cut(operands.keys),
         cut(operands.values),
         operands.table,
         context.codebook,
-        hidden_keys(law, documents),
-        own == context.before[i] if law.documents else None,
+        hidden_keys(spec, documents),
+        own == context.before[i] if spec.documents else None,
     )
 
 
-def _leaving(law: Law, a: Array, i: Array) -> Array:
+def _evicted(spec: VQSpec, a: Array, i: Array) -> Array:
     """Of the keys that leave the window behind block i."""
-    return lax.dynamic_slice_in_dim(a, i * law.block, law.block)
+    return lax.dynamic_slice_in_dim(a, i * spec.block, spec.block)
 
 
-def _shares(law: Law, context: Context, i: Array, counts: Array) -> tuple[Array, Array, Array]:
+def _shares(spec: VQSpec, context: ScanConstants, i: Array, counts: Array) -> tuple[Array, Array, Array]:
     """What remains of the old means, the new counts, and what share of its code's mean each leaving key is.
 
     Means instead of sums, so that numbers stay of the size of a value however many keys there are. A code of M, one too
     many, marks a slot that was never filled: what is read or written there is dropped.
     """
-    codes, joins = _leaving(law, context.codes, i), context.leaving[i].astype(jnp.float32)
+    codes, joins = _evicted(spec, context.codes, i), context.evicted[i].astype(jnp.float32)
     old = counts * context.keep[i]
     new = old.at[codes].add(joins, mode="drop")
     least = jnp.maximum(new, 1.0)
@@ -245,51 +247,53 @@ def _shares(law: Law, context: Context, i: Array, counts: Array) -> tuple[Array,
 
 
 def _joined(
-    law: Law, context: Context, values: Array, i: Array, counts: Array, means: Array
+    spec: VQSpec, context: ScanConstants, values: Array, i: Array, counts: Array, means: Array
 ) -> tuple[Float[Array, "M"], Float[Array, "M U"]]:
     """Counts and means with the keys that leave the window behind block i."""
-    if not law.collect:
+    if not spec.collect:
         return counts, means
-    old, new, share = _shares(law, context, i, counts)
-    codes, leaving = _leaving(law, context.codes, i), _leaving(law, values, i).astype(jnp.float32)
-    joined = (old[:, None] * means).at[codes].add(leaving * share[:, None], mode="drop")
-    return law.rounded(new), law.rounded(joined)
+    old, new, share = _shares(spec, context, i, counts)
+    codes, evicted = _evicted(spec, context.codes, i), _evicted(spec, values, i).astype(jnp.float32)
+    joined = (old[:, None] * means).at[codes].add(evicted * share[:, None], mode="drop")
+    return spec.rounded(new), spec.rounded(joined)
 
 
 # One head of one row, all blocks at once. -----------------------------------------------------------------------------
 
 
-def _parallel(law: Law, operands: Operands, context: Context) -> tuple[Array, Array, Array]:
+def _parallel(spec: VQSpec, operands: ScanOperands, context: ScanConstants) -> tuple[Array, Array, Array]:
     """As `_scanned`. Differentiated by JAX, so that each checks the other."""
     blocks = jnp.arange(len(operands.queries))
-    counts, means, last = _all_joined(law, context, operands.values, len(blocks))
-    if not law.through:
+    counts, means, last = _all_joined(spec, context, operands.values, len(blocks))
+    if not spec.through:
         counts, means = lax.stop_gradient((counts, means))
 
     def one(i: Array, counts: Array, means: Array) -> Array:
-        w = _window(law, operands, context, i)
-        if not law.through:
-            w = w._replace(keys=_constant_window(law, w.keys), values=_constant_window(law, w.values))
-        return block_forward(law, w, counts, means)[0]
+        w = _window(spec, operands, context, i)
+        if not spec.through:
+            w = w._replace(keys=_constant_window(spec, w.keys), values=_constant_window(spec, w.values))
+        return block_forward(spec, w, counts, means)[0]
 
     return jax.vmap(one)(blocks, counts, means), *last
 
 
-def _constant_window(law: Law, a: Float[Array, "S _"]) -> Float[Array, "S _"]:
+def _constant_window(spec: VQSpec, a: Float[Array, "S _"]) -> Float[Array, "S _"]:
     """With gradients for the tokens of the block itself alone."""
-    return jnp.concatenate([lax.stop_gradient(a[: law.window]), a[law.window :]])
+    return jnp.concatenate([lax.stop_gradient(a[: spec.window]), a[spec.window :]])
 
 
-def _all_joined(law: Law, context: Context, values: Array, n: int) -> tuple[Array, Array, tuple[Array, Array]]:
+def _all_joined(
+    spec: VQSpec, context: ScanConstants, values: Array, n: int
+) -> tuple[Array, Array, tuple[Array, Array]]:
     """Counts and means before each block, and behind the last, by an associative combination of neighbours."""
-    if not law.collect:
+    if not spec.collect:
         last = (context.counts, context.means)
         counts, means = (jnp.broadcast_to(a, (n, *a.shape)) for a in last)
         return counts, means, last
 
     def alone(i: Array) -> tuple[Array, Array]:
         nothing = jnp.zeros_like(context.counts)
-        return _joined(law, context, values, i, nothing, jnp.zeros_like(context.means))
+        return _joined(spec, context, values, i, nothing, jnp.zeros_like(context.means))
 
     def combine(a: tuple, b: tuple) -> tuple:
         """Part b behind part a: its keep says whether anything of a is left. (n, mean) pairs combine to the sum of

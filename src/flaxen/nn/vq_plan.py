@@ -1,7 +1,7 @@
 """The seam between a unit of Transformer-VQ and its attention.
 
 A unit projects, adds biases, gates and projects back, in one way for training, prefill and decoding. What lies between
-is a `Plan`, one for all layers of a pass: blocks of queries over quantised keys (nn/vq.py), all keys one by one
+is a `VQPlan`, one for all layers of a pass: blocks of queries over quantised keys (nn/vq.py), all keys one by one
 (nn/full.py), or one token against a ring buffer (nn/vq_ring.py).
 
 Axes of these files, beside those of docs/design.md: N heads with keys of their own, G queries for each of them, T
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 NEVER = -1e30  # a score that weighs nothing, whatever the others
 
 
-class Law(NamedTuple):
+class VQSpec(NamedTuple):
     """What does not change from call to call."""
 
     window: int  # C
@@ -34,25 +34,25 @@ class Law(NamedTuple):
         return a.astype(self.rounding).astype(jnp.float32)
 
 
-class Heads(NamedTuple):
+class HeadInputs(NamedTuple):
     """What a unit hands to its attention."""
 
-    queries: Float[Array, "B N G T H"]  # as keys are compared to them
-    distant: Float[Array, "B N G T H"]  # as distances are
+    queries: Float[Array, "B N Q T H"]  # as keys are compared to them
+    distant: Float[Array, "B N Q T H"]  # as distances are
     keys: Float[Array, "B N T H"]  # the vectors of their codes; with full attention, the keys as they are
     values: Float[Array, "B N T U"]
-    table: Float[Array, "N G E H"]  # of the distances C, C - 1, … 0
+    table: Float[Array, "N Q E H"]  # of the distances C, C - 1, … 0
     codes: Int[Array, "B N T"] | None = None  # None for full attention
     codebook: Float[Array, "N M H"] | None = None
 
 
 @runtime_checkable
-class Plan(Protocol):
+class VQPlan(Protocol):
     """What the attentions of all layers share in one pass over some tokens."""
 
     @property
     def weights(self) -> Float[Array, "B T"] | None:
         """Which tokens codebooks learn from; None: they learn nothing."""
 
-    def attend(self, heads: Heads, cache: Any) -> tuple[Float[Array, "B N G T U"], Any]:
+    def attend(self, heads: HeadInputs, cache: Any) -> tuple[Float[Array, "B N Q T U"], Any]:
         """What each query sees, and the cache behind the last token."""

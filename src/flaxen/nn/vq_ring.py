@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from flaxen.nn.hardware import write_after_read
-from flaxen.nn.vq_plan import NEVER, Heads, Law
+from flaxen.nn.vq_plan import NEVER, HeadInputs, VQSpec
 
 
 class Ring(NamedTuple):
@@ -22,19 +22,19 @@ class Ring(NamedTuple):
     With full attention it never turns: there is a slot for every token, and the keys are kept as they are.
     """
 
-    keys: Int[Array, "R N E"] | Float[Array, "R N E H"]
-    counts: Float[Array, "R N M"]  # of keys that have left the window
-    values: Float[Array, "R N _ U"]  # by slot, then the means by code: one array, read by one matmul
+    keys: Int[Array, "B N E"] | Float[Array, "B N E H"]
+    counts: Float[Array, "B N M"]  # of keys that have left the window
+    values: Float[Array, "B N _ U"]  # by slot, then the means by code: one array, read by one matmul
 
 
 @dataclass(frozen=True)
-class Step:
+class TokenStep:
     """The plan of one token for every row."""
 
-    law: Law
+    spec: VQSpec
     time: Int[Array, ""]  # the token's slot is time % slots
-    documents: Int[Array, "R E"]  # by slot, the token's own included; 0: nothing is there
-    latest: Int[Array, "R"]  # the document that the means are of
+    documents: Int[Array, "B E"]  # by slot, the token's own included; 0: nothing is there
+    latest: Int[Array, "B"]  # the document that the means are of
     weights: None = None  # nothing is learnt
 
     @property
@@ -42,12 +42,12 @@ class Step:
         return self.time % self.documents.shape[1]
 
     @property
-    def own(self) -> Int[Array, "R"]:
+    def own(self) -> Int[Array, "B"]:
         """The document of the token."""
         return lax.dynamic_index_in_dim(self.documents, self.slot, 1, keepdims=False)
 
     @property
-    def leaving(self) -> Int[Array, "R"]:
+    def evicted(self) -> Int[Array, "B"]:
         """The document of the token that leaves the window behind this one."""
         return lax.dynamic_index_in_dim(self.documents, self._next, 1, keepdims=False)
 
@@ -55,10 +55,10 @@ class Step:
     def _next(self) -> Int[Array, ""]:
         return (self.time + 1) % self.documents.shape[1]
 
-    def attend(self, heads: Heads, cache: Ring) -> tuple[Float[Array, "R N G 1 U"], Ring]:
+    def attend(self, heads: HeadInputs, cache: Ring) -> tuple[Float[Array, "B N Q 1 U"], Ring]:
         ring, v, at = cache, heads.values, self.slot
         queries, distant = heads.queries[:, :, :, 0], heads.distant[:, :, :, 0]
-        by_distance = jnp.einsum("RNGH,NGEH->RNGE", distant, heads.table)
+        by_distance = jnp.einsum("BNQH,NQEH->BNQE", distant, heads.table)
         if heads.codes is None or heads.codebook is None:
             scores = self._scores_of_keys(queries, by_distance, heads.keys, ring.keys)
         else:
@@ -68,11 +68,11 @@ class Step:
         # The token's own value is not in the ring yet. Were it written first, XLA would write it twice, each time into
         # a copy of all that is remembered.
         own = jnp.arange(p.shape[-1]) == at
-        y = jnp.einsum("RNGE,RNEU->RNGU", jnp.where(own, 0, p), ring.values, preferred_element_type=jnp.float32)
+        y = jnp.einsum("BNQE,BNEU->BNQU", jnp.where(own, 0, p), ring.values, preferred_element_type=jnp.float32)
         y = y + jnp.sum(jnp.where(own, p, 0), -1, keepdims=True) * v
         if heads.codes is None:
             ring = ring._replace(keys=_put(ring.keys, heads.keys, write_after_read(at, y)))
-        elif self.law.aggregate:
+        elif self.spec.aggregate:
             ring = self._joined(ring, y)
         ring = ring._replace(values=_put(ring.values, v, write_after_read(at, y)))
         return y[:, :, :, None].astype(v.dtype), ring
@@ -80,57 +80,57 @@ class Step:
     def _visible(self) -> Array:
         """The slots that the token may see, [R, 1, 1, E]."""
         visible = self.documents > 0
-        if self.law.documents:
+        if self.spec.documents:
             visible &= self.documents == self.own[:, None]
         return visible[:, None, None]
 
     def _scores_of_codes(
-        self, queries: Float[Array, "R N G H"], by_distance: Float[Array, "R N G E"], codebook: Array, ring: Ring
-    ) -> Float[Array, "R N G _"]:
+        self, queries: Float[Array, "B N Q H"], by_distance: Float[Array, "B N Q E"], codebook: Array, ring: Ring
+    ) -> Float[Array, "B N Q _"]:
         """Of the slots, then of the means by code."""
-        by_code = jnp.einsum("RNGH,NMH->RNGM", queries, codebook)
+        by_code = jnp.einsum("BNQH,NMH->BNQM", queries, codebook)
         near = jnp.take_along_axis(by_code, jnp.minimum(ring.keys, codebook.shape[1] - 1)[:, :, None], axis=-1)
         # by_distance ends with distance 0, the token's own: rotated until that stands in its slot.
         near = near + jnp.roll(by_distance, self.slot + 1, axis=-1)
         near = jnp.where(self._visible(), near, NEVER)
-        if not self.law.aggregate:
+        if not self.spec.aggregate:
             return near
         # n keys of one score s weigh n · exp(s) = exp(s + log n).
         far = by_code + jnp.where(ring.counts > 0, jnp.log(jnp.maximum(ring.counts, 1.0)), NEVER)[:, :, None]
-        if self.law.documents:
+        if self.spec.documents:
             far = jnp.where((self.latest == self.own)[:, None, None, None], far, NEVER)
         return jnp.concatenate([near, far], axis=-1)
 
     def _scores_of_keys(
-        self, queries: Float[Array, "R N G H"], by_distance: Float[Array, "R N G E"], key: Array, keys: Array
-    ) -> Float[Array, "R N G S"]:
+        self, queries: Float[Array, "B N Q H"], by_distance: Float[Array, "B N Q E"], key: Array, keys: Array
+    ) -> Float[Array, "B N Q S"]:
         """Of all slots; the token's own key is not there yet."""
-        window, distance = self.law.window, self.time - jnp.arange(keys.shape[2])
-        scores = jnp.einsum("RNGH,RNSH->RNGS", queries, keys)
-        scores = jnp.where(distance == 0, jnp.einsum("RNGH,RNTH->RNGT", queries, key), scores)
+        window, distance = self.spec.window, self.time - jnp.arange(keys.shape[2])
+        scores = jnp.einsum("BNQH,BNSH->BNQS", queries, keys)
+        scores = jnp.where(distance == 0, jnp.einsum("BNQH,BNTH->BNQT", queries, key), scores)
         bias = jnp.take(by_distance, jnp.clip(window - distance, 0, window), axis=-1)
         scores = scores + jnp.where(distance <= window, bias, 0.0)
-        seen = self._visible() & ((distance <= window) | self.law.aggregate)
+        seen = self._visible() & ((distance <= window) | self.spec.aggregate)
         return jnp.where(seen, scores, NEVER)
 
     def _joined(self, ring: Ring, read: Array) -> Ring:
         """The token that leaves the window becomes a part of its code's mean: mean += (value - mean) / count."""
-        leaving, slots = self.leaving, self.documents.shape[1]
-        rows, heads = jnp.arange(len(leaving))[:, None], jnp.arange(ring.counts.shape[1])
-        counts = ring.counts * (self.latest == leaving)[:, None, None] if self.law.documents else ring.counts
+        evicted, slots = self.evicted, self.documents.shape[1]
+        rows, heads = jnp.arange(len(evicted))[:, None], jnp.arange(ring.counts.shape[1])
+        counts = ring.counts * (self.latest == evicted)[:, None, None] if self.spec.documents else ring.counts
         code = lax.dynamic_index_in_dim(ring.keys, self._next, 2, keepdims=False)
         place = slots + code  # beyond all means, for padding: such writes are dropped
         value = lax.dynamic_index_in_dim(ring.values, self._next, 2, keepdims=False)
-        joins = (leaving > 0).astype(jnp.float32)[:, None]
+        joins = (evicted > 0).astype(jnp.float32)[:, None]
         old = counts.at[rows, heads, code].get(mode="fill", fill_value=0.0)
         new = old + joins
         share = joins / jnp.maximum(new, 1.0)
         mean = ring.values.at[rows, heads, place].get(mode="fill", fill_value=0.0)
         mean = jnp.where((old > 0)[..., None], mean, 0.0)
         mean = mean * (1 - share)[..., None] + value * share[..., None]
-        counts = counts.at[rows, heads, code].set(self.law.rounded(new), mode="drop")
+        counts = counts.at[rows, heads, code].set(self.spec.rounded(new), mode="drop")
         place = write_after_read(place, read)
-        values = ring.values.at[rows, heads, place].set(self.law.rounded(mean), mode="drop")
+        values = ring.values.at[rows, heads, place].set(self.spec.rounded(mean), mode="drop")
         return ring._replace(counts=counts, values=values)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxen import families
-from flaxen.data.images import Processor
+from flaxen.data.images import ImageProcessor
 from flaxen.data.tokenizers import Tokenizer, load_tokenizer
 from flaxen.errors import InputError
 from flaxen.families import Family
@@ -34,7 +34,7 @@ class Stored:
     config: Any
     tensors: Tensors
     generation: dict[str, Any]  # generation_config.json, empty if there is none
-    processor: Processor | None  # preprocessor_config.json
+    processor: ImageProcessor | None  # preprocessor_config.json
     modules: Modules | None  # modules.json, of a family that makes embeddings
 
     def tokenizer(self) -> Tokenizer | None:
@@ -64,7 +64,7 @@ def read(directory: Path) -> Stored:
     own = {name: value for name in family.format.special if (value := generation.get(name)) is not None}
     config = family.format.read_config({**json, **own}, tensors)
     modules = sentence.read(top) if family.encode else None
-    return Stored(directory, family, config, tensors, generation, Processor.read(directory), modules)
+    return Stored(directory, family, config, tensors, generation, ImageProcessor.read(directory), modules)
 
 
 def write(model: Any, directory: Path, generation: dict[str, Any], shard_bytes: int) -> None:
@@ -100,7 +100,7 @@ def load(
 
 
 def create(
-    config: Any, seed: int = 0, tokenizer: Tokenizer | None = None, processor: Processor | None = None
+    config: Any, seed: int = 0, tokenizer: Tokenizer | None = None, processor: ImageProcessor | None = None
 ) -> Pretrained:
     """A model with random weights."""
     return Pretrained(initialise(families.of_config(config).model(config), seed), tokenizer, {}, processor)

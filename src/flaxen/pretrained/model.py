@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxen import families
-from flaxen.data.images import Processor
+from flaxen.data.images import ImageProcessor
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
 from flaxen.families import Family
@@ -49,7 +49,7 @@ class Pretrained:
     model: Any
     tokenizer: Tokenizer | None = None
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json
-    processor: Processor | None = None  # preprocessor_config.json
+    processor: ImageProcessor | None = None  # preprocessor_config.json
     modules: Modules | None = None  # of sentence-transformers: what makes embeddings of hidden states
 
     @property
@@ -162,7 +162,7 @@ class Pretrained:
         """Write a Hugging Face checkpoint that transformers 4 and 5 load with equal logits: all of it, or nothing."""
         from flaxen.pretrained import loading  # which makes objects of this class
 
-        with files.whole_directory(Path(directory)) as fresh:
+        with files.atomic_directory(Path(directory)) as fresh:
             loading.write(self.model, fresh, self.generation, shard_bytes)
             for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
                 (fresh / name).write_bytes(content)

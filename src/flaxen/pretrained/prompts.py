@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxen.data.images import Processor, Unreadable, open_image
+from flaxen.data.images import ImageProcessor, UnreadableImage, open_image
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 from flaxen.families import Family
@@ -26,7 +26,7 @@ class PromptReader:
     family: Family
     config: Any
     tokenizer: Tokenizer | None
-    processor: Processor | None
+    processor: ImageProcessor | None
 
     def batches(self, prompts: Prompts, batch_size: int, new: int) -> Iterator[tuple[np.ndarray, Any]]:
         """The inputs of some prompts at a time, with their numbers; `new` tokens are to follow each."""
@@ -103,7 +103,7 @@ class PromptReader:
         if isinstance(image, str | os.PathLike):
             try:
                 image = open_image(Path(image).expanduser())
-            except Unreadable as error:
+            except UnreadableImage as error:
                 raise InputError(f"picture {number}, {image}: {error}") from None
         return self.processor(image)
 

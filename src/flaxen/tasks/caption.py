@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from flaxen.atomic import whole_file
+from flaxen.atomic import atomic_file
 from flaxen.data.caption_store import CaptionTokens
 from flaxen.data.captions import CaptionSet, open_captions, pixels
-from flaxen.data.images import Processor, Unreadable
+from flaxen.data.images import ImageProcessor, UnreadableImage
 from flaxen.data.order import examples
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
@@ -22,9 +22,9 @@ from flaxen.generate.run import Generator
 from flaxen.generate.search import prepare
 from flaxen.metrics import captions as metrics
 from flaxen.nn.loss import Sums
-from flaxen.tasks.objective import CaptionObjective, Writing
-from flaxen.tasks.sheet import Shown, write_sheet
-from flaxen.tasks.task import Batch, ModelFamily, Setup, Task, report_problems
+from flaxen.tasks.objective import CaptionObjective, EvalGeneration
+from flaxen.tasks.sheet import SheetEntry, write_sheet
+from flaxen.tasks.task import Batch, ModelFamily, Setup, Task, report_skipped
 
 
 class Caption(Task):
@@ -35,15 +35,15 @@ class Caption(Task):
         family: ModelFamily,
         config: Any,
         objective: CaptionObjective,
-        writing: Writing,
+        generation: EvalGeneration,
         tokenizer: Tokenizer,
-        processor: Processor,
+        processor: ImageProcessor,
         train: CaptionSet,
         validation: CaptionSet,
         seed: int,
         cache: Path | None = None,
     ):
-        self.family, self.config, self.objective, self.writing = family, config, objective, writing
+        self.family, self.config, self.objective, self.generation = family, config, objective, generation
         self.tokenizer, self.processor, self.seed = tokenizer, processor, seed
         size = config.encoder.image_size
         if processor.shape != size:
@@ -62,15 +62,15 @@ class Caption(Task):
         patches = 1 + math.prod(config.encoder.grid)
         self.tokens = patches + round(float(np.minimum(self._train.lengths, self.length).mean()))
         self.flops = 3 * family.flops(config, self.length)
-        self.scores: tuple[str, ...] = metrics.NAMES if writing.examples and len(validation) else ()
-        self._options = writing.options(objective.length)
+        self.generation_metrics: tuple[str, ...] = metrics.NAMES if generation.examples and len(validation) else ()
+        self._options = generation.options(objective.length)
 
     @classmethod
     def open(
         cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
     ) -> "Caption":
         assert setup.processor is not None
-        how = (settings.objective, settings.writing, setup.tokenizer, setup.processor)
+        how = (settings.objective, settings.generation, setup.tokenizer, setup.processor)
         parts = open_captions(settings.data)
         return cls(setup.family, setup.config, *how, *parts, seed, settings.data.cache)
 
@@ -114,7 +114,7 @@ class Caption(Task):
         labels[np.isin(places, [row for row, _ in failed])] = -1
         return {"pixels": found[places], "labels": labels, "image": tokens.image[numbers].astype(np.int32)}
 
-    def problems(self, batch: Batch, part: str = "training") -> list[str]:
+    def skipped_examples(self, batch: Batch, part: str = "training") -> list[str]:
         """Images that cannot be read: rows without a label that are no padding."""
         source = self.sets[part]
         lost = np.unique(batch["image"][(batch["labels"] < 0).all(axis=1)])
@@ -124,14 +124,18 @@ class Caption(Task):
         return f"left out of {part}: {self.sets[part].name(image)}: {reason}"
 
     def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
-        smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
-        return model.loss(batch["pixels"], batch["labels"], smoothing=smoothing, z_loss=z_loss, key=key)[1], None
+        label_smoothing, z_loss = (
+            (self.objective.label_smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
+        )
+        return model.loss(batch["pixels"], batch["labels"], label_smoothing=label_smoothing, z_loss=z_loss, key=key)[
+            1
+        ], None
 
-    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
+    def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
         """The contact sheet lies beside the predictions."""
-        if not self.scores:
+        if not self.generation_metrics:
             return {}
-        how = (self.writing.batch_size, self.writing.examples)
+        how = (self.generation.batch_size, self.generation.examples)
         return self.generate_and_score(model, self._options, *how, path, path.with_suffix(".html"), skipped)
 
     def generate_and_score(
@@ -156,7 +160,7 @@ class Caption(Task):
                 found, failed = pixels(source, np.maximum(rows, 0).tolist(), self.processor)
                 for row, reason in failed:
                     lost.add(int(rows[row]))
-                    report_problems([self._problem(part, int(max(rows[row], 0)), reason)], known)
+                    report_skipped([self._problem(part, int(max(rows[row], 0)), reason)], known)
                 yield rows, found
 
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
@@ -167,31 +171,31 @@ class Caption(Task):
         values, each = metrics.score([made[i] for i in read], wanted)
         lines = [(source.name(i), made[i], references) for i, references in zip(read, wanted)]
         if path is not None:
-            with whole_file(path) as file:
+            with atomic_file(path) as file:
                 for name, prediction, references in lines:
                     line = {"image": name, "prediction": prediction, "references": references}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
         if sheet is not None:
             said = "  ".join(f"{name} {value:.3g}" for name, value in values.items())
             shown = (
-                Shown(_thumbnail(source, i), name, prediction, tuple(references), score)
+                SheetEntry(_thumbnail(source, i), name, prediction, tuple(references), score)
                 for i, (name, prediction, references), score in zip(read, lines, each)
             )
             write_sheet(sheet, shown, f"{len(read):,} captions of {part} images", said)
         return values
 
-    def show(self, batch: Batch, row: int) -> dict[str, str]:
+    def format_example(self, batch: Batch, row: int) -> dict[str, str]:
         """An example: the picture's name, and what the model shall write."""
         labels = batch["labels"][row]
         name = self.sets["training"].name(int(batch["image"][row]))
         return {"sees": name, "writes": self.tokenizer.decode(labels[labels >= 0].tolist())}
 
-    def counted(self, limit: int | None, skipped: int) -> str:
+    def describe_evaluated(self, limit: int | None, skipped: int) -> str:
         n = len(self.sets["validation"])
         return f"{min(n, limit or n) - skipped:,} pictures"
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         digests = {f"{name}_data": part.identity()["digest"] for name, part in self.sets.items()}
         return digests | {"images": [len(part) for part in self.sets.values()], "examples": self.examples}
 
@@ -200,7 +204,7 @@ def _reason(source: CaptionSet, number: int) -> str:
     """Why an image cannot be read."""
     try:
         source.image(number)
-    except Unreadable as error:
+    except UnreadableImage as error:
         return str(error)
     return "it could not be read before"
 
@@ -208,5 +212,5 @@ def _reason(source: CaptionSet, number: int) -> str:
 def _thumbnail(source: CaptionSet, number: int) -> Any:
     try:
         return source.image(number)
-    except Unreadable:  # it has just been read, and is gone
+    except UnreadableImage:  # it has just been read, and is gone
         return None

@@ -13,7 +13,7 @@ from flaxen.data.store import Tokens, open_corpus
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import DenoiseObjective
 from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
 
 EVALUATION = 2**62  # where the noise of validation examples begins: far from any training step
@@ -26,7 +26,7 @@ class Denoise(Task):
         self,
         family: ModelFamily,
         config: Any,
-        objective: Objective,
+        objective: DenoiseObjective,
         tokenizer: Tokenizer,
         train: Tokens,
         validation: Tokens,
@@ -34,7 +34,7 @@ class Denoise(Task):
     ):
         # ByT5's spans are longer because bytes are shorter.
         mean_span = objective.mean_span or (20.0 if isinstance(tokenizer, ByteTokenizer) else 3.0)
-        self.lengths = lengths(objective.input_length, objective.density, mean_span)
+        self.lengths = lengths(objective.input_length, objective.noise_density, mean_span)
         self.config, self.tokenizer, self.objective, self.seed = config, tokenizer, objective, seed
         if not tokenizer.sentinels:
             raise InputError(
@@ -90,7 +90,7 @@ class Denoise(Task):
         return {"bits_per_byte": loss / math.log(2)} if isinstance(self.tokenizer, ByteTokenizer) else {}
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         parts = {"training_data": self._train, "validation_data": self._validation}
         names = {name: f"{p.store.digest}[{p.first}:{p.last}]" for name, p in parts.items()}
         return names | {"example": self.lengths._asdict()}
@@ -102,7 +102,7 @@ class Denoise(Task):
             f"has {n.noise} tokens in {n.spans} hole(s): {n.inputs} tokens in, {n.targets} out"
         ]
 
-    def show(self, batch: Batch, row: int) -> dict[str, str]:
+    def format_example(self, batch: Batch, row: int) -> dict[str, str]:
         """An example as text: the original, what the model reads, what it shall write."""
         inputs, labels = batch["input_ids"][row], batch["labels"][row]
         raw = restore(inputs, labels, self.tokenizer.sentinels, self.tokenizer.eos_id)
@@ -113,10 +113,10 @@ class Denoise(Task):
         first = ", ".join(map(str, self.tokenizer.sentinels[:3]))
         return super().vocabulary().replace(" ids;", f" ids, sentinels {first}, …;")
 
-    def too_short(self) -> str:
+    def why_no_validation(self) -> str:
         return f" (an example has {self.lengths.raw} tokens)"
 
-    def counted(self, limit: int | None, skipped: int) -> str:
+    def describe_evaluated(self, limit: int | None, skipped: int) -> str:
         n = min(self.validation_examples, limit or self.validation_examples)
         return f"{n:,} examples, {n * self.lengths.targets:,} target tokens"
 

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from flaxen.data.order import examples
-from flaxen.data.stream_store import Measure, Opened, Stream, open_streams, pieces
+from flaxen.data.stream_store import Splits, Stream, TextSize, open_streams, pieces
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
@@ -44,7 +44,7 @@ class LanguageModel(Protocol):
     """What the task knows of an architecture: functions of its configuration or of a model. A module with these names
     will do, such as flaxen.models.vq_language or flaxen.models.gpt2_language."""
 
-    def fitted(self, config: Any, objective: LanguageObjective, image: tuple[int, ...], training: bool) -> Any:
+    def adapt_config(self, config: Any, objective: LanguageObjective, image: tuple[int, ...], training: bool) -> Any:
         """The configuration for data of this kind; `image` is the shape of its images, () for text and bytes.
         ValueError if a model cannot be trained on it."""
 
@@ -89,7 +89,7 @@ class Language(Task):
         config: LanguageConfig,
         objective: LanguageObjective,
         tokenizer: Tokenizer,
-        data: Opened,
+        data: Splits,
         seed: int,
         split: str = "validation",
     ):
@@ -126,13 +126,13 @@ class Language(Task):
                 "--model.tokenizer out, or read the files with --data.kind text"
             )
         try:
-            config = architecture.fitted(setup.config, objective, opened.shape, training)
+            config = architecture.adapt_config(setup.config, objective, opened.shape, training)
         except ValueError as error:
             raise InputError(str(error)) from None
         return cls(architecture, config, objective, setup.tokenizer, opened, seed, split)
 
-    def counted(self, limit: int | None, skipped: int) -> str:
-        return super().counted(limit, skipped).replace("examples", "sequences")
+    def describe_evaluated(self, limit: int | None, skipped: int) -> str:
+        return super().describe_evaluated(limit, skipped).replace("examples", "sequences")
 
     def _check_ids(self, name: str, stream: Stream) -> None:
         if name == "train" and not len(stream):
@@ -203,12 +203,12 @@ class Language(Task):
         return values
 
     @cached_property
-    def measure(self) -> Measure:
+    def measure(self) -> TextSize:
         """Of what is evaluated on; if there is nothing, of what is trained on."""
         return (self.held if len(self.held) else self.train).measured()
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"training_data": self.train.identity, "validation_data": self.held.identity}
 
     def notes(self, size: int) -> list[str]:
@@ -221,7 +221,7 @@ class Language(Task):
     def evaluation_notes(self, size: int) -> list[str]:
         return self.notes(size)
 
-    def show(self, batch: Batch, row: int) -> dict[str, str]:
+    def format_example(self, batch: Batch, row: int) -> dict[str, str]:
         inputs, labels = batch["inputs"][row], batch["labels"][row]
         if self.data.shape:
             numbers = " ".join(map(str, inputs[1:33].tolist()))
@@ -229,6 +229,6 @@ class Language(Task):
         text = self.tokenizer.decode(np.maximum(labels, 0).tolist())
         return {"reads": self.tokenizer.decode(inputs.tolist()), "writes": text}
 
-    def start(self, model: Any) -> Any:
+    def prepare_model(self, model: Any) -> Any:
         inputs = jnp.asarray(self.batch(0, min(8, self.sequences))["inputs"])
         return self.architecture.prepare(model, inputs, jax.random.key(self.seed), self.objective)

@@ -8,12 +8,12 @@ from flaxen.generate.options import Options, make_options
 
 
 @dataclass(frozen=True)
-class Objective:
+class DenoiseObjective:
     """Span corruption. Lengths of examples and targets follow from `input_length`."""
 
     input_length: int = 512
     """Tokens that the model reads; ByT5 uses 1024."""
-    density: float = 0.15
+    noise_density: float = 0.15
     """Share of the text that is cut out."""
     mean_span: float | None = None
     """Mean length of what is cut out at one place. Default 3 tokens; 20 bytes for ByT5."""
@@ -22,7 +22,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class PairObjective:
+class Seq2SeqObjective:
     """Learning to write the target of each source."""
 
     source_length: int = 512
@@ -36,7 +36,7 @@ class PairObjective:
     has training.batch_size rows, each with several pairs."""
     shapes: int = 4
     """Lengths of sources to pad to when grouped (and half as many of targets): each shape is compiled once."""
-    smoothing: float = 0.0
+    label_smoothing: float = 0.0
     """Share of the probability that is wanted for all tokens alike instead of the label."""
     z_loss: float = 0.0
     """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
@@ -45,9 +45,9 @@ class PairObjective:
         if self.source_length < 2 or self.target_length < 2 or self.shapes < 1:
             lengths = f"{self.source_length}, {self.target_length} and {self.shapes}"
             raise InputError(f"source_length and target_length must be at least 2 and shapes 1, got {lengths}")
-        if not 0 <= self.smoothing < 1 or self.z_loss < 0:
+        if not 0 <= self.label_smoothing < 1 or self.z_loss < 0:
             raise InputError(
-                f"smoothing is a share below 1 and z_loss not negative, got {self.smoothing}, {self.z_loss}"
+                f"smoothing is a share below 1 and z_loss not negative, got {self.label_smoothing}, {self.z_loss}"
             )
 
     @property
@@ -57,7 +57,7 @@ class PairObjective:
 
 
 @dataclass(frozen=True)
-class Writing:
+class EvalGeneration:
     """What the model writes for validation sources at each evaluation, to be scored and read."""
 
     examples: int = 100
@@ -76,7 +76,8 @@ class Writing:
     def __post_init__(self) -> None:
         if self.examples < 0 or self.batch_size < 1:
             raise InputError(
-                f"writing.examples must not be negative and batch_size positive, got {self.examples}, {self.batch_size}"
+                "generation.examples must be at least 0 and generation.batch_size at least 1, "
+                f"got {self.examples} and {self.batch_size}"
             )
 
     def options(self, longest: int) -> Options:
@@ -129,7 +130,7 @@ class CaptionObjective:
     """Most tokens of a caption, its end included; a longer one is cut."""
     lowercase: bool = False
     """Captions in lower case, as the old script had them."""
-    smoothing: float = 0.0
+    label_smoothing: float = 0.0
     """Share of the probability that is wanted for all tokens alike instead of the label."""
     z_loss: float = 0.0
     """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
@@ -137,9 +138,9 @@ class CaptionObjective:
     def __post_init__(self) -> None:
         if self.length < 2:
             raise InputError(f"objective.length must be at least 2, got {self.length}")
-        if not 0 <= self.smoothing < 1 or self.z_loss < 0:
+        if not 0 <= self.label_smoothing < 1 or self.z_loss < 0:
             raise InputError(
-                f"smoothing is a share below 1 and z_loss not negative, got {self.smoothing}, {self.z_loss}"
+                f"smoothing is a share below 1 and z_loss not negative, got {self.label_smoothing}, {self.z_loss}"
             )
 
     @property

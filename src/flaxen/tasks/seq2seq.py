@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from flaxen.atomic import whole_file
+from flaxen.atomic import atomic_file
 from flaxen.data.order import examples
-from flaxen.data.pair_store import Groups, Lengths, PairTokens, fitting, open_pairs, pack, shapes
+from flaxen.data.pair_store import Groups, PairLengths, PairTokens, fitting, open_pairs, pack, shapes
 from flaxen.data.pairs import Pair
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
@@ -21,7 +21,7 @@ from flaxen.generate.run import Generator
 from flaxen.generate.search import prepare
 from flaxen.metrics import text
 from flaxen.nn.loss import Sums
-from flaxen.tasks.objective import PairObjective, Writing
+from flaxen.tasks.objective import EvalGeneration, Seq2SeqObjective
 from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
 
 SIDES = ("source", "target")
@@ -34,16 +34,16 @@ class Seq2Seq(Task):
         self,
         family: ModelFamily,
         config: Any,
-        objective: PairObjective,
-        writing: Writing,
+        objective: Seq2SeqObjective,
+        generation: EvalGeneration,
         tokenizer: Tokenizer,
         train: PairTokens,
         validation: PairTokens,
         seed: int,
     ):
-        self.family, self.config, self.objective, self.writing = family, config, objective, writing
+        self.family, self.config, self.objective, self.generation = family, config, objective, generation
         self.tokenizer, self.seed = tokenizer, seed
-        self.limits = Lengths(objective.source_length, objective.target_length)
+        self.limits = PairLengths(objective.source_length, objective.target_length)
         self._train, self._validation = train, validation
         if not len(train):
             raise InputError(f"{train.source.name} has no pair left to train on; add pairs")
@@ -60,18 +60,18 @@ class Seq2Seq(Task):
         # Of the mean pair: attention grows faster than length, and so this is a little less than the mean of all.
         mean = lengths.mean(axis=0).round().astype(int).tolist()
         self.flops = 3 * family.flops(config, *mean) * len(train) / self.examples
-        self.scores: tuple[str, ...] = text.NAMES if writing.examples and len(validation) else ()
+        self.generation_metrics: tuple[str, ...] = text.NAMES if generation.examples and len(validation) else ()
 
-        self._options = writing.options(self.limits.target)
+        self._options = generation.options(self.limits.target)
         # Read now, so that what is wrong with them is not found at the first evaluation.
-        self._references = self._read(writing.examples) if self.scores else []
+        self._references = self._read(generation.examples) if self.generation_metrics else []
 
     @classmethod
     def open(
         cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
     ) -> "Seq2Seq":
         train, validation = open_pairs(settings.data, setup.tokenizer)
-        how = (settings.objective, settings.writing, setup.tokenizer)
+        how = (settings.objective, settings.generation, setup.tokenizer)
         return cls(setup.family, setup.config, *how, train, validation, seed)
 
     def _within_limits(self, part: PairTokens, name: str) -> np.ndarray:
@@ -125,17 +125,19 @@ class Seq2Seq(Task):
             yield self._filled(self._validation, [[i] for i in chosen.tolist()] + [[]] * (size - len(chosen)), shape)
 
     def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
-        smoothing, z_loss = (self.objective.smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
+        label_smoothing, z_loss = (
+            (self.objective.label_smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
+        )
         segments, targets = batch["segments"], batch["target_segments"]
         # One pair to a row: a mask will do, and attention over it is cheaper than over numbered segments.
         masks = (segments, targets) if self.packed is not None else (segments > 0, None)
-        how = {"smoothing": smoothing, "z_loss": z_loss, "key": key}
+        how = {"label_smoothing": label_smoothing, "z_loss": z_loss, "key": key}
         return model.loss(batch["input_ids"], batch["labels"], *masks, **how)[1], None
 
-    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
-        if not self.scores:
+    def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
+        if not self.generation_metrics:
             return {}
-        how = (self.writing.batch_size, self.writing.examples)
+        how = (self.generation.batch_size, self.generation.examples)
         return self.generate_and_score(model, self._options, *how, path, None)
 
     def generate_and_score(
@@ -158,7 +160,7 @@ class Seq2Seq(Task):
         predictions = [found[i] for i in range(n)]
         pairs = self._references[:n] if n <= len(self._references) else self._read(n)
         if path is not None:
-            with whole_file(path) as file:
+            with atomic_file(path) as file:
                 for pair, prediction in zip(pairs, predictions):
                     line = {"id": pair.id, "prediction": prediction, "reference": pair.target}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -169,7 +171,7 @@ class Seq2Seq(Task):
         first = self._validation.first
         return list(islice(self._validation.source.pairs(), first, first + n))
 
-    def show(self, batch: Batch, row: int) -> dict[str, str]:
+    def format_example(self, batch: Batch, row: int) -> dict[str, str]:
         """The pairs of a row as text: what the model reads, what it shall write."""
 
         def spelled(ids: np.ndarray, segments: np.ndarray) -> str:
@@ -181,22 +183,22 @@ class Seq2Seq(Task):
             "writes": spelled(batch["labels"][row], batch["target_segments"][row]),
         }
 
-    def counted(self, limit: int | None, skipped: int) -> str:
-        return super().counted(limit, skipped).replace("examples", "pairs")
+    def describe_evaluated(self, limit: int | None, skipped: int) -> str:
+        return super().describe_evaluated(limit, skipped).replace("examples", "pairs")
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"training_data": self._train.name, "validation_data": self._validation.name, "examples": self.examples}
 
-    def _shape(self, lengths: np.ndarray) -> Lengths:
+    def _shape(self, lengths: np.ndarray) -> PairLengths:
         """What to pad to; beyond the shapes of training, where only a validation pair can be, the limit."""
         padded = [
             fitting(int(length), (*known, max(limit, int(length))))
             for length, known, limit in zip(lengths, self.shapes, self.limits)
         ]
-        return Lengths(*padded)
+        return PairLengths(*padded)
 
-    def _filled(self, part: PairTokens, rows: Sequence[Sequence[int]], shape: Lengths) -> Batch:
+    def _filled(self, part: PairTokens, rows: Sequence[Sequence[int]], shape: PairLengths) -> Batch:
         """Rows of pairs, one after the other, each with the number of its pair in the row."""
         names = (("input_ids", "segments"), ("labels", "target_segments"))
         batch = {name: np.zeros((len(rows), n), np.int32) for pair, n in zip(names, shape) for name in pair}

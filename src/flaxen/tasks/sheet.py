@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flaxen.atomic import whole_file
+from flaxen.atomic import atomic_file
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -92,7 +92,7 @@ find("nav div").hidden = !scored.length;
 """
 
 
-class Shown(NamedTuple):
+class SheetEntry(NamedTuple):
     """A picture, or None if it cannot be read; the model's words; those of people; and how near they are."""
 
     image: "PIL.Image.Image | None"
@@ -102,9 +102,9 @@ class Shown(NamedTuple):
     score: float | None
 
 
-def write_sheet(path: Path, rows: Iterable[Shown], title: str, note: str = "") -> None:
+def write_sheet(path: Path, rows: Iterable[SheetEntry], title: str, note: str = "") -> None:
     """A card for each row, to be sorted by score and filtered by words. Rows are written as they come."""
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -128,7 +128,7 @@ def write_sheet(path: Path, rows: Iterable[Shown], title: str, note: str = "") -
         file.write(f"{count:,} picture{'s' * (count != 1)}")
 
 
-def card(row: Shown) -> str:
+def card(row: SheetEntry) -> str:
     """Picture, score, prediction, references and name, in this order."""
     picture = "<span>no picture</span>"
     if row.image is not None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jax import Array
 
-from flaxen.data.images import Processor
+from flaxen.data.images import ImageProcessor
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
@@ -35,8 +35,8 @@ class Setup:
     family: Any  # a ModelFamily
     config: Any
     tokenizer: Tokenizer
-    generation: dict[str, Any]  # generation_config.json of the checkpoint it starts from
-    processor: Processor | None = None  # of images
+    generation_config: dict[str, Any]  # generation_config.json of the checkpoint it starts from
+    processor: ImageProcessor | None = None  # of images
 
 
 class Task(ABC):
@@ -46,7 +46,7 @@ class Task(ABC):
     validation_examples: int
     tokens: int  # of an example, in and out, for the display of speed
     flops: float  # of the matmuls in the training of one example
-    scores: tuple[str, ...] = ()  # the names of what `written` measures
+    generation_metrics: tuple[str, ...] = ()  # the names of what `generate_and_score_sample` measures
     config: Any  # of the model, as the data asks for it
     tokenizer: Tokenizer
 
@@ -88,23 +88,24 @@ class Task(ABC):
         """What else follows from the mean loss, such as bits per byte."""
         return {}
 
-    def written(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
-        """Generate for validation examples, to the file `path`; `scores` of it. Nothing without scores. What cannot be
-        read is reported, unless it is in `skipped`, which it joins."""
+    def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
+        """Generate for the first validation examples, write the outputs to `path`, return their `generation_metrics`.
+
+        Examples that cannot be read are reported once: their names are added to `skipped`."""
         return {}
 
-    def start(self, model: Any) -> Any:
+    def prepare_model(self, model: Any) -> Any:
         """The model that training starts from, given the initial one."""
         return model
 
-    def problems(self, batch: Batch, part: str = "training") -> list[str]:
+    def skipped_examples(self, batch: Batch, part: str = "training") -> list[str]:
         """What of a batch is skipped, and why."""
         return []
 
     # What the commands call.
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What a run on this data cannot be resumed without: digests and sizes, as JSON."""
         return {}
 
@@ -116,7 +117,7 @@ class Task(ABC):
         """What a person should know of the data before it is evaluated on."""
         return []
 
-    def show(self, batch: Batch, row: int) -> dict[str, str]:
+    def format_example(self, batch: Batch, row: int) -> dict[str, str]:
         """An example as text: what the model reads, what it should generate."""
         return {}
 
@@ -124,11 +125,11 @@ class Task(ABC):
         """The tokenizer beside the model's table, for people."""
         return f"tokenizer: {self.tokenizer.size:,} ids; model: {self.config.vocab_size:,} rows"
 
-    def too_short(self) -> str:
+    def why_no_validation(self) -> str:
         """Why there may be no validation example, for a message."""
         return ""
 
-    def counted(self, limit: int | None, skipped: int) -> str:
+    def describe_evaluated(self, limit: int | None, skipped: int) -> str:
         """What was evaluated on, in words: all validation examples or the first `limit`, but for those skipped."""
         return f"{min(self.validation_examples, limit or self.validation_examples) - skipped:,} examples"
 
@@ -146,7 +147,7 @@ class Task(ABC):
         return {}
 
 
-def report_problems(problems: Sequence[str], known: set[str]) -> None:
+def report_skipped(problems: Sequence[str], known: set[str]) -> None:
     """Say what is skipped, once."""
     for problem in problems:
         if problem not in known:

@@ -17,7 +17,7 @@ from flaxen.tree import leaves, map_leaves
 T = TypeVar("T")
 
 
-class Kept(policy.PreservationPolicy):
+class NewestAndBest(policy.PreservationPolicy):
     """The newest, and the best. Which one is the best is known to the loop: orbax forgets metrics between processes."""
 
     def __init__(self, newest: int):
@@ -32,7 +32,7 @@ class Checkpoints:
     """The numbered checkpoints of a directory. Each holds the state and, as JSON, what the loop remembers."""
 
     def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
-        self._kept = Kept(keep)
+        self._kept = NewestAndBest(keep)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
             cleanup_tmp_directories=not read_only,  # what a kill in the middle of a save has left

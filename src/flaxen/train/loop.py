@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxen.data.loader import ahead
+from flaxen.data.prefetch import prefetch
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
-from flaxen.tasks.task import Batch, Task, report_problems
+from flaxen.tasks.task import Batch, Task, report_skipped
 from flaxen.train.checkpoint import Checkpoints
 from flaxen.train.display import Display, numbers, seconds
 from flaxen.train.run import Run
 from flaxen.train.speed import peak
-from flaxen.train.step import Report, State, Stepper
+from flaxen.train.step import Metrics, Stepper, TrainState
 from flaxen.train.tracking import Tracker
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "bits_per_dim", "word_perplexity")
@@ -49,24 +49,24 @@ def train(
 
     def make(step: int) -> dict[str, jax.Array]:
         batch = task.batch(step, training.batch_size)
-        report_problems(task.problems(batch), skipped)
+        report_skipped(task.skipped_examples(batch), skipped)
         return jax.device_put(batch)
 
     with (
         ExitStack() as ending,
         closing(checkpoints),
         Display(steps, done, quiet) as display,
-        closing(ahead(make, range(done, steps))) as batches,
+        closing(prefetch(make, range(done, steps))) as batches,
     ):
         for tracker in trackers:
             ending.callback(tracker.close)
         records = Records(run, trackers, display)
-        speed = Speed(task, training.batch_size, peak() if steps > done else None)
+        speed = Throughput(task, training.batch_size, peak() if steps > done else None)
         if done:
             display.line(f"going on from step {done:,} of {steps:,}")
-        pending: Report | None = None
+        pending: Metrics | None = None
         for step, batch in enumerate(batches, done + 1):
-            report: Report
+            report: Metrics
             state, report = stepper.update(state, batch)
             if step == done + 1:  # compiled by now
                 jax.block_until_ready(report)
@@ -116,25 +116,25 @@ def train(
 
 def _restored(
     checkpoints: Checkpoints, stepper: Stepper, abstract: Any, initial: Callable[[], Any]
-) -> tuple[State, "Memory"]:
+) -> tuple[TrainState, "LoopState"]:
     """The newest checkpoint's state, or the first one of a run."""
     if checkpoints.steps:
         state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.start, abstract))
-        memory = Memory(**remembered)
+        memory = LoopState(**remembered)
     else:
-        state, memory = stepper.start(initial()), Memory()
+        state, memory = stepper.start(initial()), LoopState()
     memory.compare_by(stepper.training.keep_best)
     # On a device by name, restored or not: else a resumed run would be another program to compile.
     return jax.device_put(state, jax.devices()[0]), memory
 
 
-def _validated(stepper: Stepper, state: State, run: Run, step: int, skipped: set[str]) -> dict[str, float]:
+def _validated(stepper: Stepper, state: TrainState, run: Run, step: int, skipped: set[str]) -> dict[str, float]:
     """Means over the validation examples and, if the task generates, scores of what the model does."""
     task, training = stepper.task, stepper.training
     limits = (training.eval_rows, training.eval_examples)
     values = evaluate(task, stepper.score, state.model, *limits, skipped)
-    if values and task.scores:
-        values |= task.written(stepper.model(state.model), run.new_predictions(step), skipped)
+    if values and task.generation_metrics:
+        values |= task.generate_and_score_sample(stepper.model(state.model), run.new_predictions(step), skipped)
     if values and not math.isfinite(values["loss"]):
         raise Diverged(f"the validation loss is {values['loss']}", step, run.directory)
     return values
@@ -146,7 +146,7 @@ class Records:
     def __init__(self, run: Run, trackers: list[Tracker], display: Display):
         self._run, self._trackers, self._display = run, trackers, display
 
-    def log(self, step: int, means: dict[str, float], report: Report, speed: "Speed") -> None:
+    def log(self, step: int, means: dict[str, float], report: Metrics, speed: "Throughput") -> None:
         values = means | {"gradient_norm": float(report.norm), "learning_rate": float(report.rate)}
         self._display.line(f"step {step:,}  {numbers(values)}  {speed.text()}")
         self._write("train", step, values | speed.values())
@@ -176,17 +176,17 @@ def evaluate(
     known = set[str]() if skipped is None else skipped
 
     def make(batch: Batch) -> dict[str, jax.Array]:
-        report_problems(task.problems(batch, "validation"), known)
+        report_skipped(task.skipped_examples(batch, "validation"), known)
         return jax.device_put(batch)
 
-    with closing(ahead(make, task.evaluation(size, limit))) as batches:
+    with closing(prefetch(make, task.evaluation(size, limit))) as batches:
         for batch in batches:
             sums, carry = score(model, batch, carry)
             total += np.asarray(sums, np.float64)
     return task.metrics(Sums(*total)) if total[-1] else {}
 
 
-class Memory:
+class LoopState:
     """What the loop remembers between steps beside the state: it is saved with it."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Memory:
         names = ("evaluation", "best_metric", "best_step", "best_value")
         return {"sums": self.sums.tolist()} | {name: getattr(self, name) for name in names}
 
-    def absorb(self, report: Report, step: int, directory: Path) -> None:
+    def absorb(self, report: Metrics, step: int, directory: Path) -> None:
         sums, norm = np.asarray(report.sums, np.float64), float(report.norm)
         self.loss = float(sums[0] / max(sums[-1], 1.0))
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
@@ -243,7 +243,7 @@ class Diverged(InputError):
         )
 
 
-class Speed:
+class Throughput:
     """Tokens per second and the share of the hardware's peak, since the last `start`."""
 
     def __init__(self, task: Task, batch_size: int, peak: float | None):

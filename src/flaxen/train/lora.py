@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flaxen.errors import InputError, nearest
-from flaxen.nn.layers import Adapted, Linear
+from flaxen.errors import InputError, did_you_mean
+from flaxen.nn.layers import Linear, LoRALinear
 from flaxen.train.settings import LoRA
 from flaxen.tree import name
 
@@ -39,7 +39,8 @@ def targets(model: Any, lora: LoRA) -> dict[str, Linear]:
     for glob in lora.targets:
         if not any(fnmatchcase(path, glob) for path in every):
             raise InputError(
-                f"lora.targets: no linear map matches {glob!r}{nearest(glob, every)}; there are: {', '.join(every)}"
+                f"lora.targets: no linear map matches {glob!r}{did_you_mean(glob, every)}; "
+                f"available: {', '.join(every)}"
             )
     globs = lora.targets or DEFAULT
     # A map that is no layer's (patches, a pooler, the bridge of a captioner) has one matrix, as a layer has.
@@ -69,7 +70,7 @@ def split(path: str, node: Linear) -> tuple[Sizes, Sizes, Sizes]:
     return shape[:stacked], shape[stacked:end], shape[end:]
 
 
-def start(model: Any, lora: LoRA, seed: int) -> Adapter:
+def initial_adapter(model: Any, lora: LoRA, seed: int) -> Adapter:
     """An adapter that adds nothing yet: `down` is uniform noise as PEFT's, `up` is 0. Each depends on (seed, path)."""
 
     def noise(path: str, leaf: jax.ShapeDtypeStruct) -> Array:
@@ -86,11 +87,11 @@ def start(model: Any, lora: LoRA, seed: int) -> Adapter:
 def attach(model: M, adapter: Adapter, scale: float) -> M:
     """The model with the adapter beside its weights, for training: they get no gradient of their own."""
 
-    fitted(model, adapter)
+    check_fit(model, adapter)
 
     def add(path: Any, node: Any) -> Any:
         one = adapter.get(name(path)) if isinstance(node, Linear) else None
-        return node if one is None else Adapted(node, one["down"], one["up"] * scale)
+        return node if one is None else LoRALinear(node, one["down"], one["up"] * scale)
 
     return jax.tree_util.tree_map_with_path(add, model, is_leaf=lambda node: isinstance(node, Linear))
 
@@ -98,7 +99,7 @@ def attach(model: M, adapter: Adapter, scale: float) -> M:
 def merge(model: M, adapter: Adapter, scale: float) -> M:
     """The model with the adapter added into its weights, for use."""
     products = {}
-    for path, (stack, inputs, outputs) in fitted(model, adapter).items():
+    for path, (stack, inputs, outputs) in check_fit(model, adapter).items():
         one = adapter[path]
         down = one["down"].reshape(*stack, math.prod(inputs), -1)
         up = one["up"].reshape(*stack, -1, math.prod(outputs))
@@ -112,13 +113,13 @@ def merge(model: M, adapter: Adapter, scale: float) -> M:
     return jax.tree_util.tree_map_with_path(add, model)
 
 
-def fitted(model: Any, adapter: Adapter) -> dict[str, tuple[Sizes, Sizes, Sizes]]:
+def check_fit(model: Any, adapter: Adapter) -> dict[str, tuple[Sizes, Sizes, Sizes]]:
     """The `split` of each weight that the adapter adds to; the model must have it."""
     every = dict(linears(model))
     missing = [path for path in adapter if path not in every]
     if missing:
         raise InputError(
-            f"the adapter adds to what the model does not have: {', '.join(missing)}{nearest(missing[0], every)}"
+            f"the adapter adds to what the model does not have: {', '.join(missing)}{did_you_mean(missing[0], every)}"
         )
     found = {path: split(path, every[path]) for path in adapter}
     for path, one in adapter.items():

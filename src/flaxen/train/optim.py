@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 from flaxen.train.settings import Optimizer, Schedule
 from flaxen.tree import first_match, leaves, map_leaves
 
@@ -77,7 +77,7 @@ def _original_rate(schedule: Schedule, peak: float, warmup: int, n: int) -> Call
     return rate
 
 
-def make(optimizer: Optimizer, rate: Callable[[Array], Array]) -> optax.GradientTransformation:
+def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> optax.GradientTransformation:
     """Clip, take the optimizer's direction, decay, scale by the rate. Decay is decoupled: rate · weight_decay · w."""
     chain = [] if optimizer.clip == 0 else [optax.clip_by_global_norm(optimizer.clip)]
     chain += _direction(optimizer)
@@ -159,7 +159,8 @@ def frozen(optimizer: Optimizer, params: Any) -> Any:
     for glob in optimizer.freeze:
         if not any(fnmatchcase(name, glob) for name in names):
             raise InputError(
-                f"optimizer.freeze: no weight matches {glob!r}{nearest(glob, names)}; there are: {', '.join(names)}"
+                f"optimizer.freeze: no weight matches {glob!r}{did_you_mean(glob, names)}; "
+                f"available: {', '.join(names)}"
             )
     rules = (*((glob, True) for glob in optimizer.freeze), ("*", False))
     return map_leaves(lambda path, _: first_match(rules, path), params)

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import tomli_w
 
-from flaxen.atomic import whole_file
+from flaxen.atomic import atomic_file
 from flaxen.errors import InputError
 
 CONTENTS = (
@@ -52,7 +52,7 @@ class RunFiles:
     def __init__(self, directory: Path):
         self.directory = directory
         self.config = directory / "config.toml"
-        self.facts = directory / "run.json"
+        self.fingerprint = directory / "run.json"
         self.metrics = directory / "metrics.jsonl"
         self.lock = directory / "lock"
         self.checkpoints = directory / "checkpoints"
@@ -74,7 +74,7 @@ class RunFiles:
 class Run(RunFiles):
     """A run directory that this process holds: no other can train in it meanwhile."""
 
-    def __init__(self, directory: Path, config: dict[str, Any], facts: dict[str, Any], complete: Complete = dict):
+    def __init__(self, directory: Path, config: dict[str, Any], fingerprint: dict[str, Any], complete: Complete = dict):
         """Open a new directory, or one of the same run."""
         check(directory, config, complete)
         super().__init__(directory)
@@ -82,9 +82,9 @@ class Run(RunFiles):
         self._held = _hold(self.lock)
         try:
             if self.config.exists():
-                check_facts(directory, facts)
+                check_fingerprint(directory, fingerprint)
             else:
-                _write(self.facts, json.dumps(_circumstances() | {"resolved": facts}, indent=2) + "\n")
+                _write(self.fingerprint, json.dumps(_circumstances() | {"resolved": fingerprint}, indent=2) + "\n")
             # Also when the run is resumed: what may change has changed, such as where the data lies.
             _write(self.config, tomli_w.dumps(config))
         except BaseException:
@@ -128,10 +128,10 @@ def check(directory: Path, config: dict[str, Any], complete: Complete = dict) ->
         _refuse_changes(directory, {name: (before.get(name), now.get(name)) for name in fixed})
 
 
-def check_facts(directory: Path, facts: dict[str, Any]) -> None:
-    """Refuse to go on with another model or other data than the run began with: `facts` has sizes and digests."""
-    before = flat(json.loads(RunFiles(directory).facts.read_text(encoding="utf-8"))["resolved"])
-    now = flat(json.loads(json.dumps(facts)))
+def check_fingerprint(directory: Path, fingerprint: dict[str, Any]) -> None:
+    """Refuse to go on with another model or other data than the run began with: `fingerprint` has sizes and digests."""
+    before = flat(json.loads(RunFiles(directory).fingerprint.read_text(encoding="utf-8"))["resolved"])
+    now = flat(json.loads(json.dumps(fingerprint)))
     # A field that configurations did not have when the run began is at its default, which changes nothing.
     new = {name for name in now if name not in before and name.startswith("model.")}
     names = sorted({*before, *now} - new)
@@ -202,5 +202,5 @@ def _circumstances() -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(text)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from flaxen.errors import InputError, nearest
+from flaxen.errors import InputError, did_you_mean
 from flaxen.nn.hardware import training_options
 from flaxen.nn.loss import Sums
 from flaxen.tasks.task import Task
@@ -23,7 +23,7 @@ def compiled(function: Callable[..., Any], **how: Any) -> jax.stages.Wrapped:
     return jax.jit(function, compiler_options=training_options(), **how)
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
     """All that an update changes."""
 
     step: Array  # how many updates there have been
@@ -32,7 +32,7 @@ class State(NamedTuple):
     carry: Any = None  # what the last batch leaves to the next, if the task has such a thing
 
 
-class Report(NamedTuple):
+class Metrics(NamedTuple):
     """What an update says of itself."""
 
     sums: Sums
@@ -40,7 +40,7 @@ class Report(NamedTuple):
     rate: Array
 
 
-Whole = Callable[[Any, Any], Any]  # a model out of what is trained and what is not
+ModelFrom = Callable[[Any, Any], Any]  # a model out of what is trained and what is not
 
 
 class Stepper:
@@ -56,21 +56,21 @@ class Stepper:
         optimizer: Optimizer,
         schedule: Schedule,
         training: Training,
-        whole: Whole = lambda trained, base: trained,
-        merged: Whole = lambda trained, base: trained,
+        whole: ModelFrom = lambda trained, base: trained,
+        merged: ModelFrom = lambda trained, base: trained,
         base: Callable[[], Any] = lambda: None,
     ):
-        measured = [*task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), *task.scores]
+        measured = [*task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), *task.generation_metrics]
         best = training.keep_best
         if best is not None and best not in measured:
-            there = f"there are {', '.join(measured)}{nearest(best, measured)}"
+            there = f"there are {', '.join(measured)}{did_you_mean(best, measured)}"
             raise InputError(f"training.keep_best={best!r} is not measured; {there}")
         if best is not None and next(iter(task.evaluation(1, 1)), None) is None:
             raise InputError(f"training.keep_best={best!r} needs data to validate on, and there is none")
         self.steps = training.length(task.examples)
         self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
         self.task, self.training = task, training
-        self.transform, self.optimizer = optim.make(optimizer, self.rate), optimizer
+        self.transform, self.optimizer = optim.make_optimizer(optimizer, self.rate), optimizer
         self.whole, self.merged, self._base = whole, merged, base
         self._compiled_update = compiled(self._update, donate_argnums=0)
         self._compiled_gradient = compiled(self._gradient)
@@ -78,9 +78,9 @@ class Stepper:
             lambda trained, batch, carry, base: task.loss(whole(trained, base), batch, carry, None)
         )
 
-    def start(self, model: Any) -> State:
+    def start(self, model: Any) -> TrainState:
         carry = self.task.carry(self.training.batch_size)
-        return State(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model), carry)
+        return TrainState(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model), carry)
 
     @cached_property
     def base(self) -> Any:
@@ -91,18 +91,18 @@ class Stepper:
         """The model that writes."""
         return self.merged(trained, self.base)
 
-    def update(self, state: State, batch: Any) -> tuple[State, Report]:
+    def update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The state one update later; the one given is used up."""
         return self._compiled_update(state, batch, self.base)
 
-    def gradient(self, state: State, batch: Any) -> tuple[Sums, Any]:
+    def gradient(self, state: TrainState, batch: Any) -> tuple[Sums, Any]:
         return self._compiled_gradient(state, batch, self.base)[:2]
 
     def score(self, trained: Any, batch: Any, carry: Any = None) -> tuple[Sums, Any]:
         """Sums over a batch without noise, and what it leaves to the next."""
         return self._compiled_score(trained, batch, carry, self.base)
 
-    def _gradient(self, state: State, batch: Any, base: Any) -> tuple[Sums, Any, Any]:
+    def _gradient(self, state: TrainState, batch: Any, base: Any) -> tuple[Sums, Any, Any]:
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
 
         def loss(trained: Any, *rest: Any) -> tuple[Sums, Any]:
@@ -116,11 +116,11 @@ class Stepper:
             gradient = jax.tree.map(lambda one, leaf: jnp.zeros_like(leaf) if one else leaf, still, gradient)
         return sums, gradient, carry
 
-    def _update(self, state: State, batch: Any, base: Any) -> tuple[State, Report]:
+    def _update(self, state: TrainState, batch: Any, base: Any) -> tuple[TrainState, Metrics]:
         sums, gradient, carry = self._gradient(state, batch, base)
         changes, memory = self.transform.update(gradient, state.optimizer, state.model)
-        report = Report(sums, optim.norm(gradient), self.rate(state.step))
-        return State(state.step + 1, optax.apply_updates(state.model, changes), memory, carry), report
+        report = Metrics(sums, optim.norm(gradient), self.rate(state.step))
+        return TrainState(state.step + 1, optax.apply_updates(state.model, changes), memory, carry), report
 
 
 def scorer(task: Task) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:

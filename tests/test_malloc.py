@@ -8,8 +8,8 @@ import pytest
 
 PROGRAM = """
 import os, resource, threading
-from flaxen.host import settle_memory
-settle_memory()
+from flaxen.malloc import restart_with_tuned_malloc
+restart_with_tuned_malloc()
 kept = "GLIBC_TUNABLES" in os.environ
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxen.data.stream_store import FIRST
 from flaxen.errors import InputError
-from flaxen.hf.files import whole_directory
+from flaxen.hf.files import atomic_directory
 from flaxen.pretrained import Pretrained
 
 OPTIONS = ("do_sample", "seed", "temperature", "top_k", "top_p", "min_p", "nucleus", "repetition_penalty")
@@ -29,7 +29,7 @@ def draw(pretrained: Pretrained, n: int, directory: Path, batch_size: int, optio
     special = [[id] for id in range(pretrained.config.vocab_size) if not FIRST <= id < FIRST + 256]
     asked = {"do_sample": True, "top_k": 0, "max_new_tokens": size, **options}
     asked |= {"bad_words_ids": special, "eos_token_id": ()}
-    with whole_directory(directory, "grid.png") as fresh:  # what is in the way is refused now, not at the end
+    with atomic_directory(directory, "grid.png") as fresh:  # what is in the way is refused now, not at the end
         print(f"{n} pictures of {size:,} numbers each", file=sys.stderr)
         found = pretrained.generate([[pretrained.config.start_id]] * n, batch_size=batch_size, **asked)
         drawn = np.array([one.tokens for one in found], np.int64).reshape(n, *shape) - FIRST

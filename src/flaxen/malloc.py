@@ -12,7 +12,7 @@ TUNABLES = ":".join(
 )
 
 
-def settle_memory() -> None:
+def restart_with_tuned_malloc() -> None:
     """Start this program once more, with a malloc that suits XLA. Call it first: what was done before is done twice.
 
     XLA takes the buffers of a step and gives them back, at every step. Where they come from the kernel each time, it

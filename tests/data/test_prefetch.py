@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flaxen.data.loader import ahead
+from flaxen.data.prefetch import prefetch
 
 
 def threads() -> list[threading.Thread]:
@@ -22,12 +22,12 @@ def wait_for(condition: object, seconds: float = 5.0) -> bool:
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_order(depth: int) -> None:
-    assert list(ahead(lambda n: n * n, range(50), depth)) == [n * n for n in range(50)]
+    assert list(prefetch(lambda n: n * n, range(50), depth)) == [n * n for n in range(50)]
     assert wait_for(lambda: not threads())
 
 
 def test_nothing() -> None:
-    assert list(ahead(str, [])) == []
+    assert list(prefetch(str, [])) == []
 
 
 def test_an_error_comes_after_what_was_made_before_it() -> None:
@@ -38,8 +38,8 @@ def test_an_error_comes_after_what_was_made_before_it() -> None:
         raise OSError("gone")
 
     for made, error in (
-        (ahead(lambda n: 2 // n, [2, 1, 0, 5]), ZeroDivisionError),
-        (ahead(lambda n: 2 // n, items()), OSError),
+        (prefetch(lambda n: 2 // n, [2, 1, 0, 5]), ZeroDivisionError),
+        (prefetch(lambda n: 2 // n, items()), OSError),
     ):
         assert [next(made), next(made)] == [1, 2]
         with pytest.raises(error):
@@ -52,7 +52,7 @@ def test_an_error_comes_after_what_was_made_before_it() -> None:
 def test_never_far_ahead(depth: int) -> None:
     """At most `depth` wait, and one more is being handed over."""
     begun: list[int] = []
-    made = ahead(lambda n: begun.append(n) or n, range(100), depth)
+    made = prefetch(lambda n: begun.append(n) or n, range(100), depth)
     assert begun == []  # nothing before the first is asked for
     for taken in range(1, 20):
         next(made)
@@ -70,7 +70,7 @@ def test_the_thread_ends_when_the_consumer_stops() -> None:
             n += 1
 
     assert wait_for(lambda: not threads())
-    made = ahead(lambda n: n, forever())
+    made = prefetch(lambda n: n, forever())
     assert [next(made) for _ in range(3)] == [0, 1, 2]
     assert len(threads()) == 1
     made.close()

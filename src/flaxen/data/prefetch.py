@@ -9,7 +9,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-def ahead(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Generator[T, None, None]:
+def prefetch(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Generator[T, None, None]:
     """make(item) for each item, in order, up to `depth` of them before they are asked for."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()
