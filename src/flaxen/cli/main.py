@@ -1,14 +1,14 @@
-"""The `flaxen` command: one dataclass per subcommand, its fields are the flags."""
+"""The `flaxen` command: one dataclass per subcommand, whose fields are the flags."""
 
 import os
 import sys
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, NoReturn, Union
 
 import tyro
 
-from flaxen.cli import recipe
+from flaxen.cli import help, recipe
 from flaxen.cli.bench import BenchLanguage
 from flaxen.cli.compose import Compose, Merge
 from flaxen.cli.demo import Demo
@@ -25,59 +25,65 @@ from flaxen.cli.replay import Replay
 from flaxen.cli.tasks import NOT_IN_PREVIEW, TASKS, without
 from flaxen.cli.train import Train
 from flaxen.cli.vocab import Vocab
-from flaxen.errors import InputError
+from flaxen.errors import InputError, unknown
 
 
 @dataclass(frozen=True)
 class Command:
-    """A dataclass whose fields are the flags; of a task's command, generic over the task's settings."""
+    """A dataclass whose fields are the flags. The command of a task is generic over the task's settings."""
 
     kind: Any
-    about: str | None = None  # its docstring, if none
-    settings: Any = None  # of the task
-    hidden: tuple[str, ...] = ()  # settings that are no flags here
+    about: str | None = None  # None: the docstring of `kind`
+    settings: Any = None  # the task's settings, if it is the command of a task
+    hidden: tuple[str, ...] = ()  # settings that are not offered as flags
 
     @property
     def description(self) -> str:
         return self.about or self.kind.__doc__
 
     def narrowed(self) -> Any:
-        """The settings that it offers."""
+        """The settings that are offered as flags."""
         return without(self.settings, self.hidden)
 
 
 def _commands() -> dict[str, Command]:
-    """By their words. Of names that begin alike, the longer comes first."""
-    found = {"demo caption": Command(DemoCaption), "demo language": Command(DemoLanguage), "demo": Command(Demo)}
-    found["vocab"] = Command(Vocab)
+    """Every command by its words. If one name begins with another, the longer one comes first."""
+    commands = {"demo caption": Command(DemoCaption), "demo language": Command(DemoLanguage), "demo": Command(Demo)}
+    commands["vocab"] = Command(Vocab)
     for name, row in TASKS.items():
         hidden = (*row.not_in_training, *NOT_IN_PREVIEW)
-        found[f"preview {name}"] = Command(Preview, row.shows, row.settings, hidden)
-    found["preview"] = found["preview denoise"]  # as it was before there were other tasks
+        commands[f"preview {name}"] = Command(Preview, row.shows, row.settings, hidden)
     for name, row in TASKS.items():
-        found[f"train {name}"] = Command(Train, row.about, row.settings, row.not_in_training)
+        commands[f"train {name}"] = Command(Train, row.about, row.settings, row.not_in_training)
     for name, row in TASKS.items():
-        found[f"eval {name}"] = Command(Eval, row.evaluation.__doc__, row.evaluation, row.not_in_evaluation)
+        commands[f"eval {name}"] = Command(Eval, row.evaluation.__doc__, row.evaluation, row.not_in_evaluation)
     others = {
         "bench language": BenchLanguage, "replay": Replay, "export": Export, "compose": Compose, "merge": Merge,
         "generate": Generate, "embed": Embed, "info": Info,
     }  # fmt: skip
-    return found | {name: Command(kind) for name, kind in others.items()}
+    return commands | {name: Command(kind) for name, kind in others.items()}
 
 
 COMMANDS = _commands()
-ABOUT = """T5, mT5, umT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX: train, evaluate,
-generate, embed. Hugging Face checkpoints in and out.
-
-Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh. Tracebacks: FLAXEN_TRACEBACK=1."""
+# The sections of `flaxen --help`, with the first word of their commands.
+SECTIONS = {
+    "First steps": ("demo",),
+    "Training": ("vocab", "preview", "train", "replay"),
+    "Using a model": ("generate", "embed", "eval"),
+    "Checkpoints": ("info", "export", "merge", "compose"),
+    "Measuring": ("bench",),
+}
+ABOUT = """Train, evaluate and run T5, mT5, umT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX,
+with Hugging Face checkpoints."""
+CLOSING = """Run 'flaxen COMMAND --help' for the options of a command.
+Shell completion: flaxen --tyro-print-completion bash|zsh|tcsh
+Set FLAXEN_TRACEBACK=1 to see the traceback of an error."""
 
 
 def main() -> None:
-    """Run a command; a wrong input ends it with one message and exit code 1 (wrong flags: 2)."""
+    """Run a command. An input error prints one message and exits with code 1; a usage error exits with code 2."""
     try:
-        command, flags = _parsed(current_flags(sys.argv[1:]))
-        if not hasattr(command, "run"):
-            raise InputError(f"no command {sys.argv[1]!r}; give its words one by one, such as flaxen train denoise")
+        command, flags = _parse(current_flags(sys.argv[1:]))
         command.run(_given(flags))
     except (InputError, OSError) as error:
         if os.environ.get("FLAXEN_TRACEBACK"):
@@ -88,8 +94,10 @@ def main() -> None:
         sys.exit(130)
 
 
-def _parsed(arguments: list[str]) -> tuple[Any, list[str]]:
-    """The command that the arguments spell. A recipe's settings are the defaults of its flags."""
+def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
+    """The command that the arguments name, with its flags. A recipe's settings become the defaults of the flags."""
+    if arguments[:1] == ["preview"] and not any(arguments[:2] == name.split() for name in COMMANDS):
+        arguments = ["preview", "denoise", *arguments[1:]]  # `flaxen preview` alone has always meant this task
     for name, command in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:
@@ -99,27 +107,45 @@ def _parsed(arguments: list[str]) -> tuple[Any, list[str]]:
                 kind = kind[settings]
                 if path := _value(flags, "--recipe"):
                     options["default"] = kind(recipe.read(settings, Path(path)))
-            prog, about = f"flaxen {name}", command.description
-            return tyro.cli(kind, args=flags, prog=prog, description=about, **options), flags
-    # None of them: tyro lists them all, or completes the shell's words.
-    completing = any(argument.startswith("--tyro-") for argument in arguments)
-    every: Any = Union[  # noqa: UP007
-        tuple(
-            Annotated[_listed(one, completing), tyro.conf.subcommand(name, description=one.description)]
-            for name, one in COMMANDS.items()
-        )
-    ]
-    return tyro.cli(every, args=arguments, prog="flaxen", description=ABOUT), arguments
+            if "--help" in flags or "-h" in flags:
+                print(help.page(name, kind, command.description, options.get("default")), end="")
+                sys.exit(0)
+            config = (tyro.conf.HelptextFromCommentsOff,)
+            return tyro.cli(kind, args=flags, prog=f"flaxen {name}", config=config, **options), flags
+    if any(argument.startswith("--tyro-") for argument in arguments):  # the shell completes a command line
+        every: Any = Union[  # noqa: UP007
+            tuple(
+                Annotated[one.kind[one.narrowed()] if one.settings else one.kind, tyro.conf.subcommand(name)]
+                for name, one in COMMANDS.items()
+            )
+        ]
+        return tyro.cli(every, args=arguments, prog="flaxen"), arguments
+    return _list_commands(arguments)
 
 
-def _listed(command: Command, completing: bool) -> Any:
-    """Its type where the shell completes flags. For a list of commands none is read, and reading all takes time."""
-    if not completing:
-        return make_dataclass("Listed", [])
-    return command.kind[command.narrowed()] if command.settings else command.kind
+def _list_commands(arguments: list[str]) -> NoReturn:
+    """Print the commands that begin with the given word, or all of them. Anything else is a usage error."""
+    words = [argument for argument in arguments if argument not in ("-h", "--help")]
+    firsts = {name.split()[0] for name in COMMANDS}
+    if words and (words[0] not in firsts or len(words) > 1):
+        problem = unknown("command", " ".join(words[:2] if words[0] in firsts else words[:1]), COMMANDS)
+        print(f"flaxen: {problem}\nRun 'flaxen --help' for an overview.", file=sys.stderr)
+        sys.exit(2)
+    sections = {
+        title: {
+            name: command.description
+            for first in wanted
+            for name, command in sorted(COMMANDS.items(), key=lambda item: item[0].count(" "))
+            if name.split()[0] == first and (not words or first == words[0])
+        }
+        for title, wanted in SECTIONS.items()
+    }
+    print(help.index(ABOUT, {title: listed for title, listed in sections.items() if listed}, CLOSING))
+    sys.exit(0 if not words or words != arguments else 2)
 
 
 def _value(arguments: list[str], flag: str) -> str | None:
+    """The value of a flag, given as `--flag value` or `--flag=value`."""
     for argument, after in zip(arguments, [*arguments[1:], ""]):
         if argument == flag:
             return after
@@ -129,7 +155,7 @@ def _value(arguments: list[str], flag: str) -> str | None:
 
 
 def _given(arguments: list[str]) -> set[str]:
-    """The names of the flags that were typed: a typed default differs from one left to the checkpoint."""
+    """The names of the flags on the command line. A flag that is not there takes the checkpoint's default, if any."""
     flags = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
     return {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
 

@@ -1,0 +1,189 @@
+"""Help pages, generated from the dataclasses that define the flags. tyro parses the flags; argparse lays out the page.
+
+tyro can print help itself, but orders groups by inheritance rather than importance and shows every default of None.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+WIDTH = 80
+# Nested settings by importance; other groups follow in the order of their fields.
+GROUPS = ("", "model", "data", "objective", "training", "optimizer", "schedule", "generation", "lora", "tracking")
+TITLES = {"": "Options", "lora": "LoRA options", "options": "Generation options"}
+METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+class Flag(typing.NamedTuple):
+    """One flag or positional argument of a command."""
+
+    name: str  # dotted, as in --model.init
+    group: str  # the settings it belongs to
+    kind: Any  # its type
+    default: Any
+    help: str
+    positional: bool
+
+
+def page(command: str, kind: Any, description: str, default: Any = None) -> str:
+    """The help page of a command whose flags are the fields of the dataclass `kind`, or of the instance `default`."""
+    listed = list(flags(kind, default))
+    about, _, example = description.partition("Example:")
+    summary = " ".join(about.split())
+    required = [flag for flag in listed if not flag.positional and flag.default is dataclasses.MISSING]
+    usage = " ".join(
+        [f"flaxen {command}"]
+        + [_metavar(flag) for flag in listed if flag.positional]
+        + [f"--{_dashed(flag.name)} {_metavar(flag)}" for flag in required]
+        + ["[OPTIONS]"]
+    )
+    parser = argparse.ArgumentParser(add_help=False, formatter_class=_formatter)
+    _add(parser.add_argument_group("Arguments"), [flag for flag in listed if flag.positional])
+    names = [*GROUPS, *(flag.group for flag in listed if flag.group not in GROUPS)]
+    for name in dict.fromkeys(names):
+        members = [flag for flag in listed if flag.group == name and not flag.positional]
+        members.sort(key=lambda flag: flag.default is not dataclasses.MISSING)  # required flags first
+        group = parser.add_argument_group(TITLES.get(name, f"{name.capitalize()} options"))
+        _add(group, members)
+        if not name:
+            group.add_argument("-h", "--help", action="store_true", help="Show this help page and exit.")
+    options = parser.format_help().partition("\n\n")[2]
+    lines = [textwrap.fill(summary, WIDTH), "", textwrap.fill(f"Usage: {usage}", WIDTH, subsequent_indent="  ")]
+    if example:
+        lines += ["", "Example:", *textwrap.wrap(" ".join(example.split()), WIDTH, **_INDENTED)]
+    return "\n".join([*lines, "", options])
+
+
+def index(title: str, sections: dict[str, dict[str, str]], closing: str) -> str:
+    """A page that lists commands by section, each with the first sentence of its description."""
+    lines = [textwrap.fill(title, WIDTH), "", "Usage: flaxen COMMAND [OPTIONS]"]
+    for section, commands in sections.items():
+        lines += ["", f"{section}:"]
+        for name, description in commands.items():
+            about = " ".join(description.partition("Example:")[0].split())
+            first = f"  {name:<18}"
+            lines += textwrap.wrap(about, WIDTH, initial_indent=first, subsequent_indent=" " * 20)
+    return "\n".join([*lines, "", closing])
+
+
+_INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+
+
+def flags(kind: Any, default: Any = None, prefix: str = "", group: str = "") -> Iterator[Flag]:
+    """Every flag of a command, in the order of the dataclass fields."""
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    hints = typing.get_type_hints(origin, include_extras=True)
+    texts = field_docstrings(origin)
+    for field in dataclasses.fields(origin):
+        hint, markers = _unwrap(hints[field.name])
+        generic = isinstance(hint, typing.TypeVar)  # a command that is generic over the settings of its task
+        hint = arguments[0] if generic else hint
+        if tyro.conf.Suppress in markers:
+            continue
+        value = _default(field) if default is None else getattr(default, field.name)
+        value = dataclasses.MISSING if value is tyro.MISSING else value
+        if dataclasses.is_dataclass(hint):
+            flat = any(getattr(marker, "name", None) == "" for marker in markers)  # its flags have no prefix
+            inner = value if dataclasses.is_dataclass(value) else None
+            nested = prefix if flat else f"{prefix}{field.name}."
+            yield from flags(hint, inner, nested, group if generic else field.name)
+        else:
+            positional = tyro.conf.Positional in markers
+            yield Flag(f"{prefix}{field.name}", group, hint, value, texts.get(field.name, ""), positional)
+
+
+@cache
+def field_docstrings(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass, its bases included."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        try:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError):  # built in, or made by `make_dataclass`
+            continue
+        body = definition.body if isinstance(definition, ast.ClassDef) else []
+        for field, text in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_string(text):
+                texts[field.target.id] = " ".join(text.value.value.split())  # type: ignore[attr-defined]
+    return texts
+
+
+def _is_string(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _unwrap(hint: Any) -> tuple[Any, Sequence[Any]]:
+    if typing.get_origin(hint) is typing.Annotated:
+        return typing.get_args(hint)[0], hint.__metadata__
+    return hint, ()
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _add(group: Any, members: list[Flag]) -> None:
+    for flag in members:
+        text = _help(flag).replace("%", "%%")
+        if flag.positional:
+            group.add_argument(flag.name, metavar=_metavar(flag), help=text)
+        elif flag.kind is bool:
+            head, _, last = flag.name.rpartition(".")
+            name = f"--{head}{'.' if head else ''}[no-]{last}"
+            group.add_argument(_dashed(name), dest=flag.name, action="store_true", help=text)
+        else:
+            group.add_argument(f"--{_dashed(flag.name)}", dest=flag.name, metavar=_metavar(flag), help=text)
+
+
+def _help(flag: Flag) -> str:
+    """The text with its default in parentheses. 'Default: ….' at its end says what a default of None means."""
+    text, _, described = flag.help.partition("Default: ")
+    text = text.strip()
+    if flag.default is dataclasses.MISSING:
+        return text if flag.positional else f"{text} (required)"
+    if flag.kind is bool:
+        return f"{text} (default: {'on' if flag.default else 'off'})"
+    if flag.default is not None and flag.default != ():
+        value = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
+        return f"{text} (default: {value})"
+    return f"{text} (default: {described.rstrip('.')})" if described else text
+
+
+def _metavar(flag: Flag) -> str:
+    if flag.positional:
+        return flag.name.upper()
+    kind, several = flag.kind, ""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kind = next(one for one in typing.get_args(kind) if one is not type(None))
+    if typing.get_origin(kind) is tuple:
+        kind, several = typing.get_args(kind)[0], " ..."
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(kind))) + "}" + several
+    return METAVARS.get(kind, "VALUE") + several
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """argparse's layout, which breaks no flag names at their hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(re.sub(r"\s+", " ", text), width, break_on_hyphens=False, break_long_words=False)
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return _Formatter(prog, max_help_position=8, width=WIDTH)
