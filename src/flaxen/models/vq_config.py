@@ -108,7 +108,7 @@ class Config:
     def reading(self) -> VQSpec:
         """Settings of the attention without training: blocks of at most 128 tokens, where that is faster.
 
-        A block computes scores for W + X keys, of which each query uses W + 1, so smaller blocks waste less. Training
+        A block computes scores for W + X keys, of which a query needs W + 1, so smaller blocks waste less. Training
         needs the configured block: gradients depend on how long keys are seen individually.
         """
         sizes = [n for n in range(64, 129) if self.block % n == 0]
