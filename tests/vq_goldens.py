@@ -1,4 +1,4 @@
-"""The original's numbers, by file."""
+"""Load golden files: results of the original Transformer-VQ code (tests/goldens)."""
 
 import json
 from functools import cache
@@ -12,7 +12,7 @@ MODELS = ("01_base", "02_heads4", "03_noagg", "05_imagenet_like", "07_heads4_mem
 
 
 class Golden:
-    """The arrays of one file by name, and its settings."""
+    """The arrays of one file by name, and the settings they were computed with."""
 
     def __init__(self, name: str):
         with np.load(DIRECTORY / f"{name}.npz") as file:
@@ -23,7 +23,7 @@ class Golden:
         return self.arrays[name]
 
     def under(self, prefix: str) -> dict[str, np.ndarray]:
-        """The arrays whose names begin with `prefix`, without it."""
+        """The arrays whose names start with `prefix`, with the prefix removed."""
         return {key[len(prefix) :]: array for key, array in self.arrays.items() if key.startswith(prefix)}
 
 

@@ -75,9 +75,9 @@ def test_from_a_file_to_text(text: Path) -> None:
     fails(("generate", "run/model", "--text", "a", "--save-memory", "m.npz", "--do-sample"), "generates nothing")
     whole = Path("memory.npz").read_bytes()
     Path("memory.npz").write_bytes(whole[: len(whole) // 2])
-    fails(("generate", "run/model", "--memory", "memory.npz"), "holds no memory")
+    fails(("generate", "run/model", "--memory", "memory.npz"), "cannot read a memory")
     np.save("memory.npy", np.zeros(3))
-    fails(("generate", "run/model", "--memory", "memory.npy"), "holds no memory")
+    fails(("generate", "run/model", "--memory", "memory.npy"), "cannot read a memory")
     fails(("generate", "run", "--text", "a"), "do you mean run/model?")
     shown = run("preview", "language", *FIELDS, *DATA).out
     assert "one " in shown or "two " in shown
@@ -257,7 +257,7 @@ def test_full_attention_trains_and_writes(text: Path) -> None:
         (("--model.fields", "window=0"), "window must be at least 1"),
         (("--model.fields", "d_model=33"), "must be even"),
         (("--model.fields", "windw=4"), "did you mean 'window'"),
-        (("--model.fields", "attention=full", *SMALL), "full attention keeps nothing"),
+        (("--model.fields", "attention=full", *SMALL), "cannot be combined with full attention"),
         (("--data.train", "empty.bin"), "empty"),
         (("--data.validation", "empty.bin"), "empty"),
         (("--data.shares", "100", "0", "0", "--training.keep-best", "loss"), "needs data to validate on"),

@@ -1,4 +1,4 @@
-"""The file of what a Transformer-VQ has read: its names and shapes are a format, which older files have too."""
+"""Memory files of Transformer-VQ. Names and shapes are a file format: older files must stay readable."""
 
 from pathlib import Path
 
@@ -16,17 +16,17 @@ from flaxen.tree import leaves
 CONFIG = Config(vocab_size=23, d_model=16, d_k=8, d_v=12, n_layers=2, n_codes=5, block=4, window=6, n_heads=3)
 
 
-def test_names_and_axes(tmp_path: Path) -> None:
-    """Layers first, and no dropout key; what is saved is loaded."""
+def test_memory_file_has_stable_names_and_axes(tmp_path: Path) -> None:
+    """Caches have the layer axis first, the dropout key is not saved, and loading restores the saved state."""
     model = initialise(VQLM(CONFIG), 0)
     _, state, _ = jax.jit(lambda model: model(jnp.arange(12)[None] % 23))(model)
     Memory(state, (3,), "digest").save(tmp_path / "memory.npz")
     with np.load(tmp_path / "memory.npz") as file:
-        found = {name: file[name].shape for name in file.files}
+        actual = {name: file[name].shape for name in file.files}
         np.testing.assert_array_equal(file["caches.1.codes"][1, 0], state.caches[1].codes[0, 1])
     shapes = {"codes": (6,), "keys": (6, 8), "values": (6, 12), "counts": (5,), "means": (5, 12)}
     caches = {f"caches.{unit}.{name}": (2, 1, 3, *shape) for unit in (0, 1) for name, shape in shapes.items()}
-    assert found == {
+    assert actual == {
         "unread": (1,),
         "model": (),
         "position": (1,),

@@ -1,4 +1,4 @@
-"""What a Transformer-VQ does for CPUs stays on CPUs, and is how, not what: every switch off gives the same numbers."""
+"""CPU optimisations of Transformer-VQ are absent from accelerator programs; switching them off changes no result."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +18,12 @@ from flaxen.nn.hardware import CPU, compile_for
 from flaxen.nn.loss import cross_entropy
 from flaxen.nn.param import initialise
 
-# Layers one by one, so that no loop is theirs; T · D is enough for transposes by panels.
+# Layers are unrolled, so that none of the counted loops is over layers; T · D is large enough for panel transposes.
 CONFIG = Config(
     vocab_size=31, d_model=64, d_k=8, d_v=16, n_heads=2, n_layers=2, n_codes=8, block=64, window=32, scan=False
 )
 TOKENS = 512
-HERE = replace(CPU, panels=True)  # on a machine with many cores, panels are off
+HERE = replace(CPU, panels=True)  # panels are off by default on a machine with many cores
 SWITCHES = ("rows_in_sequence", "transposed_copies", "panels", "separate_arrays", "weights_first")
 PLATFORMS = ("tpu", "cuda")
 
@@ -33,7 +33,7 @@ def ids(length: int) -> jax.Array:
 
 
 def gradient(model: VQLM, ids: jax.Array) -> Any:
-    """Of an update of training, with what it carries on."""
+    """The gradient of a training update, and the carried state."""
 
     def loss(model: VQLM) -> tuple[jax.Array, Any]:
         sums, state, _ = model.loss(ids[:, :-1], ids[:, 1:], commit=0.1, learn=True)
@@ -51,7 +51,7 @@ def prompt(length: int) -> tuple[jax.Array, jax.Array, None]:
 
 
 def lowered(function: Callable[..., Any], platform: str, *arguments: Any) -> str:
-    """StableHLO of the program for a platform, which need not be here."""
+    """StableHLO of the program for a platform, which this machine need not have."""
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -74,7 +74,7 @@ def loops(program: str) -> int:
 
 
 def loops_of_the_loss(platform: str) -> int:
-    """Logits are made in chunks everywhere: for memory, not for a cache."""
+    """Loops of the cross-entropy, which computes logits in chunks on every platform, to save memory."""
 
     def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
         return cross_entropy(hidden, head, jnp.zeros(TOKENS, jnp.int32), jnp.ones(TOKENS)).loss
@@ -85,9 +85,10 @@ def loops_of_the_loss(platform: str) -> int:
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_training_on_an_accelerator_has_no_loops_of_a_cpu(platform: str) -> None:
-    """No map over rows and heads, no scan over blocks, no transposes by panels: no loop but that of the loss. On a CPU
-    each of the 4 units has loops over heads and blocks, forward and backward, and transposes by panels beside them."""
+def test_accelerator_training_has_no_cpu_loops(platform: str) -> None:
+    """On an accelerator there is no map over rows and heads, no scan over blocks and no panel transpose: all loops are
+    those of the loss. On a CPU each of the 4 units has loops over heads and blocks, forward and backward, and panel
+    transposes."""
     assert loops(training_program(platform)) == loops_of_the_loss(platform)
     units = 2 * CONFIG.n_layers
     with compile_for(replace(HERE, panels=False)):
@@ -97,20 +98,20 @@ def test_training_on_an_accelerator_has_no_loops_of_a_cpu(platform: str) -> None
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_decoding_on_an_accelerator_leaves_matmuls_alone(platform: str) -> None:
-    """A step has no loop, and no weight is a left operand: XLA turns round what barriers do not keep it from."""
+def test_accelerator_decoding_has_no_cpu_matmul_order(platform: str) -> None:
+    """An accelerator decoding step has no loop, and no barrier that makes a weight a left operand of a matmul."""
     assert loops(decoding_program(platform)) == 0
     assert "optimization_barrier" not in decoding_program(platform)
-    # On a CPU: q, kvg and o of each unit, and the head.
+    # On a CPU there is a barrier for q, kvg and o of each unit, and for the head.
     assert decoding_program("cpu").count("stablehlo.optimization_barrier") == 3 * 2 * CONFIG.n_layers + 1
 
 
 @cache
 def results(target: hardware.Target) -> tuple[dict[str, Any], tuple[str, str]]:
-    """Numbers, computed here with these optimisations; and the programs that computed them."""
+    """Gradient, state and logits computed with these optimisations, and the programs that computed them."""
     with compile_for(target):
         model = initialise(VQLM(CONFIG), 0)
-        (slopes, state) = jax.jit(gradient)(model, ids(TOKENS + 1))
+        (gradients, state) = jax.jit(gradient)(model, ids(TOKENS + 1))
         decoder = VQDecoder(model)
         _, ring = jax.jit(lambda decoder: decoder.start(prompt(100), 8, 1, False))(decoder)
         logits = []
@@ -118,15 +119,15 @@ def results(target: hardware.Target) -> tuple[dict[str, Any], tuple[str, str]]:
             now, ring = jax.jit(decode)(decoder, jnp.full((1, 1), token), ring)
             logits.append(now)
         programs = (lowered(gradient, "cpu", model, ids(TOKENS + 1)), lowered(decode, "cpu", decoder, ids(1), ring))
-    return {"gradient": slopes, "state": state, "logits": logits}, programs
+    return {"gradient": gradients, "state": state, "logits": logits}, programs
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_every_switch_off_gives_the_same(switch: str) -> None:
-    """Gradients, the state carried on and logits, each within 1e-5 of its largest value, by another program."""
+def test_switching_off_an_optimisation_changes_no_result(switch: str) -> None:
+    """Gradients, carried state and logits agree within 1e-5 of their largest value, though the programs differ."""
     expected, programs = results(HERE)
-    found, others = results(replace(HERE, **{switch: False}))
-    assert programs != others, f"{switch} does nothing here: the comparison says nothing"
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected)):
+    actual, other_programs = results(replace(HERE, **{switch: False}))
+    assert programs != other_programs, f"{switch} changes nothing in this program, so the comparison proves nothing"
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected)):
         scale = max(float(np.abs(np.asarray(b, np.float32)).max()), 1e-3)
         np.testing.assert_allclose(a, b, atol=1e-5 * scale, rtol=0, err_msg=jax.tree_util.keystr(path))

@@ -1,4 +1,4 @@
-"""Transformer-VQ on disk: our own config.json and names, since Hugging Face has none; and the original's names."""
+"""Transformer-VQ checkpoints: our own format, since Hugging Face has none, and import from the original code."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ MODEL_TYPE = "transformer_vq"
 NOT_SAVED = ("pad_id", "eos_ids", "start_id", "form", "compute", "scan", "remat")  # or saved under other names
 FIELDS = {field.name: field.name for field in dataclasses.fields(Config) if field.name not in NOT_SAVED}
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
-# The original's name -> ours. The rest of its settings are of training, or say nothing.
+# The original's name -> ours. Its other settings concern training or have no effect.
 ORIGINAL = {
     "n_vocab": "vocab_size", "d_model": "d_model", "d_k": "d_k", "d_v": "d_v", "n_head": "n_heads",
     "n_layer": "n_layers", "n_code": "n_codes", "block_len": "block", "mem_len": "window", "agg_cache": "aggregate",
@@ -38,32 +38,36 @@ UNIT = {
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None, what: str = "config.json") -> Config:
+    """The configuration from the content of config.json."""
     fields = read({**json, "image": tuple(json.get("image", ()))}, FIELDS, Config, SPECIAL, what=what)
     special = {"pad_id": json.get("pad_token_id", 0), "start_id": json.get("bos_token_id", 1)}
     return make_config(Config, {**fields, **special, "eos_ids": ids(json.get("eos_token_id", 1))}, what)
 
 
 def special_ids(config: Config) -> dict[str, Any]:
+    """Special token ids by their names in config.json."""
     return dict(zip(SPECIAL, (config.pad_id, config.start_id, one_or_list(config.eos_ids))))
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
+    """The content of config.json."""
     fields = dataclasses.asdict(config)
     own = {name: fields[name] for name in FIELDS}
     return {"model_type": MODEL_TYPE, "architectures": ["VQLM"], **own, **special_ids(config), "torch_dtype": dtype}
 
 
 def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
-    """Every leaf under its own path, one tensor for each layer."""
+    """The weight map: every leaf is stored under its own path, with one tensor for each layer."""
     return [Row(path, path.replace("layers.", "layers.{i}.")) for path in leaves(VQLM(config))]
 
 
 def unneeded(name: str, tensors: Tensors) -> bool:
+    """Whether a tensor may be ignored when loading: none may."""
     return False
 
 
 def original_rows(config: Config) -> list[Row]:
-    """Our leaves and the original's parameters."""
+    """The weight map between our leaves and the original's parameters."""
     table = [
         Row("embedding.weight", "token_embedder/embs"),
         Row("scale", "position_embedder/scale"),
@@ -78,32 +82,38 @@ def original_rows(config: Config) -> list[Row]:
 
 
 def original_config(settings: dict[str, Any]) -> Config:
-    """The original's settings as ours. What changes numbers must be said: a misspelt name would give wrong ones."""
+    """Convert the original's settings to a configuration.
+
+    All settings that change results are required: with a default for a misspelt name, the model would compute something
+    else.
+    """
     missing = [name for name in ORIGINAL if name not in settings and not name.startswith("p_") and name != "dtype"]
     if missing:
         close = "".join(did_you_mean(name, settings) for name in missing)
-        raise InputError(f"the original's settings lack {', '.join(missing)}{close}")
+        raise InputError(f"missing settings of the original model: {', '.join(missing)}{close}")
     kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-    kinds |= {name: _switch for name, kind in kinds.items() if kind is bool}
+    kinds |= {name: _parse_switch for name, kind in kinds.items() if kind is bool}
     fields = {ours: kinds[ours](settings[theirs]) for theirs, ours in ORIGINAL.items() if theirs in settings}
     return make_config(Config, {**fields, "reference": True}, "the original's settings")
 
 
-def _switch(value: Any) -> bool:
+def _parse_switch(value: Any) -> bool:
     if str(value) not in ("0", "1", "False", "True"):
-        raise InputError(f"the original's switches are 0 or 1, got {value!r}")
+        raise InputError(f"an on/off setting of the original model must be 0 or 1, got {value!r}")
     return str(value) in ("1", "True")
 
 
 def _unused(name: str, tensors: Tensors) -> bool:
-    """The original creates it whether it is used or not."""
+    """Whether a parameter may be ignored: the original creates this bias even if the model does not use it."""
     return name == "token_embedder/bias_out"
 
 
 def load_original(flat: dict[str, np.ndarray], config: dict[str, Any]) -> "Pretrained":
-    """A model out of the original's parameters, by their paths joined by '/', and its settings. One of 259 ids reads
-    and writes bytes."""
-    from flaxen.pretrained import Pretrained  # which knows this module: the one way back, for the caller's comfort
+    """Load a model from the original's parameters, named by their paths joined with '/', and its settings.
+
+    A model with a vocabulary of 259 gets the byte tokenizer.
+    """
+    from flaxen.pretrained import Pretrained  # imported here because flaxen.pretrained imports this module
 
     ours = original_config(config)
     return Pretrained.over_bytes(load(VQLM(ours), original_rows(ours), InMemory(flat), np.float32, _unused))

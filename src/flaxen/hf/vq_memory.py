@@ -1,4 +1,4 @@
-"""What a Transformer-VQ has read, as a file: to continue from another day, or from the same point many times."""
+"""Memory files: the state of a Transformer-VQ after reading a text, to continue from it later or repeatedly."""
 
 import io
 import os
@@ -18,58 +18,64 @@ from flaxen.models import vq_lm
 from flaxen.models.vq_config import Config
 from flaxen.tree import leaves, map_leaves
 
-# The names of a file are its format: files written by earlier versions must stay readable. Caches are [L, B, …] there.
+# Array names in the file are part of its format: files of earlier versions must stay readable. Caches are stored as
+# [L, B, …].
 NAMES = {"documents": "seen.documents", "latest": "seen.latest"}
-UNSAVED = ("key",)  # of dropout, which is training's
+UNSAVED = ("key",)  # the PRNG key of dropout is used only in training
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a Transformer-VQ has read: a state, and the last token, which is not in it yet."""
+    """The state of a Transformer-VQ after all tokens of a text but the last, and that last token.
+
+    The last token is the input of the first decoding step.
+    """
 
     state: vq_lm.VQState
     unread: tuple[int, ...]
-    model: str  # the digest of its weights: to another one this says nothing
+    model: str  # digest of the weights: a memory is meaningless to any other model
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """To one .npz file; all of it, or nothing."""
+        """Write the memory to a .npz file, atomically."""
         arrays = {name: np.asarray(leaf) for name, leaf in to_file(self.state).items()}
         file = io.BytesIO()
-        about = {"unread": np.array(self.unread, np.int32), "model": np.array(self.model)}
-        np.savez(file, allow_pickle=False, **about, **arrays)
+        metadata = {"unread": np.array(self.unread, np.int32), "model": np.array(self.model)}
+        np.savez(file, allow_pickle=False, **metadata, **arrays)
         write_bytes(Path(path), file.getvalue())
 
     @staticmethod
     def load(path: str | os.PathLike[str], config: Any) -> "Memory":
-        """Of a model with this configuration."""
+        """Load the memory of a model with this configuration."""
         if getattr(config, "attention", None) != "vq":
-            raise InputError("only a Transformer-VQ with attention vq keeps a memory")
+            raise InputError("a memory requires a Transformer-VQ with attention=vq")
         try:
             with np.load(io.BytesIO(Path(path).read_bytes())) as file:
-                found = {name: file[name] for name in file.files}
-                unread, model = tuple(found["unread"].tolist()), str(found["model"])
+                arrays = {name: file[name] for name in file.files}
+                unread, model = tuple(arrays["unread"].tolist()), str(arrays["model"])
         except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, KeyError, AttributeError) as error:
-            raise InputError(f"{path} holds no memory of a Transformer-VQ ({error})") from None
+            raise InputError(f"cannot read a memory from {path}: {error}") from None
         expected = jax.eval_shape(lambda: to_file(vq_lm.initial_state(config, 1)))
         for name, leaf in expected.items():
-            if name not in found or found[name].shape != leaf.shape:
-                got = found[name].shape if name in found else "nothing"
-                raise InputError(f"{path} is the memory of another model: {name} should be {leaf.shape}, is {got}")
-        return Memory(from_file(found, config), unread, model)
+            if name not in arrays or arrays[name].shape != leaf.shape:
+                got = arrays[name].shape if name in arrays else "nothing"
+                raise InputError(f"{path} is the memory of another model: expected {name} of {leaf.shape}, got {got}")
+        return Memory(from_file(arrays, config), unread, model)
 
 
 def to_file(state: vq_lm.VQState) -> dict[str, jax.Array]:
-    """A state by the names of a file."""
-    return {NAMES.get(name, name): _layers_first(name, a) for name, a in leaves(state).items() if name not in UNSAVED}
+    """The arrays of a state, with the names and axes of the file."""
+    return {NAMES.get(name, name): _swap_layers(name, a) for name, a in leaves(state).items() if name not in UNSAVED}
 
 
-def from_file(found: dict[str, np.ndarray], config: Config) -> vq_lm.VQState:
+def from_file(arrays: dict[str, np.ndarray], config: Config) -> vq_lm.VQState:
+    """The state from the arrays of a file."""
+
     def read(name: str, leaf: jax.Array) -> jax.Array:
-        return leaf if name in UNSAVED else _layers_first(name, jnp.asarray(found[NAMES.get(name, name)]))
+        return leaf if name in UNSAVED else _swap_layers(name, jnp.asarray(arrays[NAMES.get(name, name)]))
 
     return map_leaves(read, vq_lm.initial_state(config, 1))
 
 
-def _layers_first(name: str, a: jax.Array) -> jax.Array:
-    """[B, L, …] to [L, B, …], and back."""
+def _swap_layers(name: str, a: jax.Array) -> jax.Array:
+    """[B, L, …] to [L, B, …] or back, for caches; other arrays are unchanged."""
     return jnp.swapaxes(a, 0, 1) if name.startswith("caches.") else a

@@ -1,4 +1,4 @@
-"""Sizes and switches of a Transformer-VQ, those of well-known models, and what a pass costs."""
+"""Configuration of a Transformer-VQ, presets, and the cost of a forward pass."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,38 +16,40 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches. The defaults are those of the original's enwik8 model."""
+    """Sizes and switches of a Transformer-VQ. The defaults are those of the original's enwik8 model."""
 
     vocab_size: int = 259
     d_model: int = 768
-    d_k: int = 128  # of a head
-    d_v: int = 1536  # of a head
+    d_k: int = 128  # size of a query and key in one head
+    d_v: int = 1536  # size of a value in one head
     n_heads: int = 1
-    n_layers: int = 24  # pairs of gated attention units, or of attention and feed-forward
-    n_codes: int = 512  # of a head
-    block: int = 512  # queries computed together; it changes no result, only how many keys before them get gradients
-    window: int = 512  # keys seen one by one
-    heads: str = "shga"  # shga, gated units; or mqa, mha: attention with a feed-forward network behind it
-    d_ff: int = 0  # of that network
-    attention: str = "vq"  # or full: keys as they are, at quadratic cost
-    aggregate: bool = True  # see beyond the window
-    through_cache: bool = True  # gradients pass from block to block of an update
-    documents: bool = False  # see nothing of the documents before; each ends with an end token
-    absolute: bool = False  # add sinusoids of the position, times a learnt scale, to embeddings
-    wavelength: float = 1e5  # the longest of all sinusoids
-    tied: bool = False  # the head is the embedding table
-    norm_out: bool = False  # a norm before the head
+    n_layers: int = 24  # each is two gated attention units (shga), or attention and a feed-forward network (mqa, mha)
+    n_codes: int = 512  # codes in the codebook of one head
+    # Number of queries computed together. Outputs do not depend on it, but gradients do: a key gets gradients from all
+    # queries that see it individually, and larger blocks keep keys in view for longer.
+    block: int = 512
+    window: int = 512  # number of past keys that a query sees individually, with a distance bias
+    heads: str = "shga"  # shga: gated attention units; mqa, mha: attention followed by a feed-forward network
+    d_ff: int = 0  # width of the feed-forward network (mqa, mha only)
+    attention: str = "vq"  # vq: quantised keys, linear cost; full: keys as they are, quadratic cost
+    aggregate: bool = True  # attend to keys beyond the window
+    through_cache: bool = True  # let gradients flow between the blocks of an update
+    documents: bool = False  # hide earlier documents; documents are separated by end tokens
+    absolute: bool = False  # add sinusoidal position embeddings, times a learned scale, to token embeddings
+    wavelength: float = 1e5  # longest wavelength of all sinusoids
+    tied: bool = False  # use the embedding table as the output head
+    norm_out: bool = False  # normalise before the output head
     logit_scale: float = 1.0
     embedding_dropout: float = 0.0
-    dropout: float = 0.0  # behind each unit
-    position_drop: float = 0.0  # of the sinusoids that distances are seen by; one draw for a sequence
-    layer_drop: float = 0.0  # of whole units; one draw for a sequence
-    image: tuple[int, ...] = ()  # height, width and channels of the images that it generates, if it does
+    dropout: float = 0.0  # on the output of each unit
+    position_drop: float = 0.0  # dropout on the sinusoids of distances, drawn once per sequence
+    layer_drop: float = 0.0  # probability of skipping a unit, drawn once per sequence
+    image: tuple[int, ...] = ()  # height, width and channels of generated images; () for text
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 1
-    reference: bool = False  # round counts and means, and keep those that nobody sees, as the original does
-    form: str = "auto"  # how blocks are computed, scan or parallel; it changes no result
+    reference: bool = False  # as the original: round counts and means to `compute`, update them without `aggregate` too
+    form: str = "auto"  # compute blocks in a scan or in parallel; results are the same
     compute: str = "float32"
     scan: bool = True
     remat: bool = False
@@ -58,51 +60,57 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.d_model % 2:
-            raise ValueError(f"d_model must be even, for sines and cosines; got {self.d_model}")
+            raise ValueError(f"d_model must be even (half sines, half cosines), got {self.d_model}")
         if (self.heads == "shga") == (self.d_ff > 0):
-            asks = "has no feed-forward network: d_ff must be 0" if self.d_ff else "needs d_ff, 4 or 5 times d_model"
-            raise ValueError(f"heads={self.heads!r} {asks}, got d_ff={self.d_ff}")
+            requirement = "must be 0" if self.d_ff else "must be at least 1 (usually 4 or 5 times d_model)"
+            raise ValueError(f"d_ff {requirement} with heads={self.heads!r}, got {self.d_ff}")
         for name, options in CHOICES.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
         if self.rounded and self.form == "parallel":
-            raise ValueError("reference=true rounds from block to block in bfloat16: form must be scan, got parallel")
+            raise ValueError(
+                "form must be scan with reference=true in bfloat16 (rounding after each block), got parallel"
+            )
         for name in ("embedding_dropout", "dropout", "position_drop", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in 0 … 1, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         for name, ids in (("pad_id", (self.pad_id,)), ("start_id", (self.start_id,)), ("eos_ids", self.eos_ids)):
-            if not all(0 <= one < self.vocab_size for one in ids):
+            if not all(0 <= token < self.vocab_size for token in ids):
                 raise ValueError(f"{name}={ids} is not in the vocabulary of {self.vocab_size}")
 
     def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
-        """For the tokens of a tokenizer. Every text begins behind the end of another."""
+        """The configuration for a tokenizer. Every text starts after an end token, as if it followed another text."""
         return dataclasses.replace(self, vocab_size=size, pad_id=pad_id, eos_ids=(eos_id,), start_id=eos_id)
 
     @property
     def key_heads(self) -> int:
-        """Heads with keys of their own."""
+        """Number of heads with keys of their own."""
         return 1 if self.heads == "mqa" else self.n_heads
 
     @property
     def units(self) -> int:
-        """Attentions of a layer."""
+        """Number of attention units in a layer."""
         return 2 if self.heads == "shga" else 1
 
     @property
     def rounded(self) -> bool:
-        """Whether counts and means lose digits between blocks."""
+        """Whether counts and means are rounded to less than f32 after each block."""
         return self.reference and self.compute != "float32"
 
     @property
     def spec(self) -> VQSpec:
+        """Settings of the attention in training."""
         rounding = self.compute if self.reference else "float32"
         collect = self.aggregate or self.reference
         return VQSpec(self.window, self.block, self.aggregate, self.through_cache, self.documents, rounding, collect)
 
     @property
     def reading(self) -> VQSpec:
-        """Where nothing is learnt, smaller blocks give the same: fewer keys of their windows are seen by no query.
-        (Where something is, keys get gradients while they are in a window, so these depend on its blocks.)"""
+        """Settings of the attention without training: blocks of at most 128 tokens, where that is faster.
+
+        A block computes scores for W + X keys, of which a query needs W + 1, so smaller blocks waste less. Training
+        needs the configured block: gradients depend on how long keys are seen individually.
+        """
         sizes = [n for n in range(64, 129) if self.block % n == 0]
         small = self.block > 128 and sizes and not self.reference and target().rows_in_sequence
         return self.spec._replace(block=sizes[-1]) if small else self.spec
@@ -111,7 +119,8 @@ class Config:
 def flops(config: Config, length: int) -> float:
     """Floating-point operations of the matmuls in the forward pass of one sequence."""
     c = config
-    n, g = c.key_heads, c.n_heads // c.key_heads
+    n, queries_per_key = c.key_heads, c.n_heads // c.key_heads
+    # Multiply-adds per token: projections, then attention, then (mqa, mha) the feed-forward network.
     gate = c.n_heads * c.d_v if c.heads == "shga" else 0
     unit = float(c.d_model * (c.n_heads * c.d_k + n * (c.d_k + c.d_v) + gate) + c.n_heads * c.d_v * c.d_model)
     if c.attention == "vq":
@@ -119,7 +128,7 @@ def flops(config: Config, length: int) -> float:
         unit += c.n_heads * (span * (c.d_k + c.d_v) + (c.window + 1) * c.d_k) + n * c.n_codes * c.d_k
         unit += c.n_heads * c.n_codes * (c.d_k + c.d_v) if c.aggregate else 0
     else:
-        unit += n * g * (length / 2 * (c.d_k + c.d_v) + (c.window + 1) * c.d_k)
+        unit += n * queries_per_key * (length / 2 * (c.d_k + c.d_v) + (c.window + 1) * c.d_k)
     layer = 2 * unit if c.heads == "shga" else unit + 2 * c.d_model * c.d_ff
     return 2.0 * length * (c.n_layers * layer + c.d_model * c.vocab_size)
 

@@ -1,4 +1,4 @@
-"""Transformer-VQ one token at a time, at a cost that does not grow with how many came before: `Decoder`."""
+"""Decode a Transformer-VQ one token at a time, at a constant cost per token: its `Decoder`."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ from flaxen.nn.stack import unstack
 from flaxen.nn.vq import VQCache
 from flaxen.nn.vq_ring import Ring, TokenStep
 
-# The time, which says what slot is next, and the state of R = B inputs × G sequences, with documents by slot and a ring
-# for each unit as its caches.
+# The time, which determines the next slot, and the state of B · G sequences. Its documents are ordered by slot, and its
+# caches are one ring for each unit of each layer.
 Decode = tuple[Int[Array, ""], VQState]
 
 
 class VQDecoder(nnx.Module):
-    """A Transformer-VQ one token at a time. Prompts are padded at the left."""
+    """Decoder of a Transformer-VQ. Prompts are padded on the left."""
 
     def __init__(self, model: VQLM):
         self.model, self.config = model, model.config
@@ -35,8 +35,8 @@ class VQDecoder(nnx.Module):
         beams: int,
         reorder: bool,
     ) -> tuple[Int[Array, "B G P"], Decode]:
-        """The prompts, for every beam, and a state that has read all of them but their last tokens. With a state to
-        continue from, a prompt is one token."""
+        """Return the prompts, repeated for every beam, and the state after all tokens of a prompt but the last one.
+        With a state to continue from, the prompt is a single token."""
         ids, valid, state = inputs
         if state is None:
             state = self._read(ids[:, :-1], valid[:, :-1], length)
@@ -45,7 +45,7 @@ class VQDecoder(nnx.Module):
         return tokens, (time, state if beams == 1 else jax.tree.map(lambda a: jnp.repeat(a, beams, axis=0), state))
 
     def _read(self, ids: Int[Array, "B P"], valid: Bool[Array, "B P"], room: int) -> VQState:
-        """The state behind a prompt."""
+        """The state after a prompt, which is padded on the left to a multiple of the block."""
         c = self.config
         padding = -ids.shape[1] % c.block
         ids, valid = (jnp.pad(a, ((0, 0), (padding, 0))) for a in (ids, valid))
@@ -54,17 +54,18 @@ class VQDecoder(nnx.Module):
         return self.model(ids, None, valid, room=room if c.attention == "full" else None)[1]
 
     def step(self, tokens: Int[Array, "B G"], state: Decode) -> tuple[Float[Array, "B G V"], Decode]:
-        """The logits after `tokens`."""
+        """Return the logits of the tokens that follow `tokens`, and the new state."""
         c, model, (time, now) = self.config, self.model, state
         ids, slots = tokens.reshape(-1), now.documents.shape[1]
         last = lax.dynamic_index_in_dim(now.documents, (time - 1) % slots, 1, keepdims=False)
+        # An end token starts the next document, as in vq_lm.number_documents.
         number = jnp.maximum(last + jnp.isin(ids, jnp.asarray(c.eos_ids, jnp.int32)), 1)
         position = jnp.where(number != last, 0, now.position) if c.documents else now.position
         documents = lax.dynamic_update_index_in_dim(now.documents, number, time % slots, 1)
         plan = TokenStep(c.spec, time, documents, now.latest)
         x = model.embed(ids, position)[:, None]
         caches: list[Ring] = []
-        # Unrolled, because a scan over layers would copy what is remembered.
+        # Unrolled, because a scan over layers would copy all rings.
         for i, layer in enumerate(self.layers or unstack(model.layers)):
             rings = now.caches[i * c.units : (i + 1) * c.units]
             x, rings, _ = layer(x, plan, rings, tables=self.tables[i])
@@ -73,6 +74,7 @@ class VQDecoder(nnx.Module):
         return logits, (time + 1, VQState(position + 1, documents, plan.evicted, tuple(caches), now.key))
 
     def select(self, state: Decode, beams: Int[Array, "B G"]) -> Decode:
+        """Reorder the state by beam index."""
         n, (time, now) = beams.shape[1], state
         rows = (jnp.arange(len(beams))[:, None] * n + beams).reshape(-1)
         return time, jax.tree.map(lambda a: a[rows], now)
@@ -80,28 +82,32 @@ class VQDecoder(nnx.Module):
 
 @jax.jit
 def _tables(layers: Layer) -> tuple[tuple[Array, ...], ...]:
-    """Of distances, for every unit of every layer: they are the same for all tokens."""
+    """The distance embeddings of every unit of every layer, computed once: they are the same for all tokens."""
     return tuple(tuple(unit.table() for unit in layer.units) for layer in unstack(layers))
 
 
 def to_rings(config: Config, state: VQState, length: int) -> Decode:
-    """A state as decoding wants it: a ring for each unit, layer after layer, the next slot behind the last token."""
+    """Convert the state of a blockwise pass to a decoding state: one ring for each unit, ordered by layer.
+
+    The W tokens of the window fill slots 0 to W - 1 in order, so the next token goes to slot W.
+    """
     c = config
-    if c.attention == "full" and not state.caches:  # nothing has been read
+    if c.attention == "full" and not state.caches:  # there was no prompt: allocate empty slots
         size, rows = (c.n_layers, c.key_heads, length), len(state.position)
         keys, values = jnp.zeros((rows, *size, c.d_k)), jnp.zeros((rows, *size, c.d_v), jnp.dtype(c.compute))
         ring = Ring(keys, jnp.zeros((rows, *size[:2], 0)), values)
         state = state._replace(documents=jnp.zeros((rows, length), jnp.int32), caches=(ring,) * c.units)
-    # [B, L, …] to one for each unit of each layer: a loop over tokens can then update each in place.
+    # Split [B, L, …] into one array for each layer and unit, so that a loop over tokens can update each in place.
     caches = [jax.tree.map(lambda a, i=i: a[:, i], cache) for i in range(c.n_layers) for cache in state.caches]
     if c.attention == "full":
         return jnp.asarray(state.documents.shape[1] - length, jnp.int32), state._replace(caches=tuple(caches))
     documents = jnp.pad(state.documents, ((0, 0), (0, 1)))
-    rings = tuple(_ring(cache, c.aggregate) for cache in caches)
+    rings = tuple(_to_ring(cache, c.aggregate) for cache in caches)
     return jnp.asarray(c.window, jnp.int32), state._replace(documents=documents, caches=rings)
 
 
-def _ring(cache: VQCache, aggregate: bool) -> Ring:
+def _to_ring(cache: VQCache, aggregate: bool) -> Ring:
+    """Append an empty slot for the next token to the window, and the means to the values."""
     codes = jnp.pad(cache.codes, ((0, 0), (0, 0), (0, 1)))
     means = [cache.means] if aggregate else []
     values = jnp.concatenate([cache.values, jnp.zeros_like(cache.values[:, :, :1]), *means], axis=2)

@@ -1,4 +1,4 @@
-"""Transformer-VQ as the language-modelling task trains it: its `LanguageModel` (flaxen.tasks.language)."""
+"""Transformer-VQ as a `LanguageModel`: the functions that the language-modelling task needs (flaxen.tasks.language)."""
 
 import dataclasses
 import math
@@ -23,36 +23,39 @@ initial_carry = vq_lm.initial_state
 
 
 def adapt_config(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
-    """The configuration for data whose pictures, if it has any, have this shape."""
+    """Adapt the configuration to the data; `image` is the shape of its images, () for text and bytes."""
     if config.image and image != config.image:
-        raise ValueError(f"the model writes pictures of shape {config.image}, the data has {image or 'none'}")
-    # Without training, any block that divides an update gives the same numbers.
+        raise ValueError(f"the model generates images of shape {config.image}, but the data has {image or 'no images'}")
+    # Without training, every block that divides the update length gives the same results.
     block = config.block if training else math.gcd(config.block, objective.chunk)
     return dataclasses.replace(config, image=image, block=block)
 
 
 def check(config: Config, objective: Any) -> None:
-    """ValueError if a model with this configuration cannot be trained so."""
+    """Raise ValueError if the model cannot be trained with this objective."""
     chunk, full = objective.chunk, config.attention == "full"
     if full and objective.continued:
-        raise ValueError("full attention carries nothing from sequence to sequence: leave objective.continued out")
+        raise ValueError(
+            "objective.continued has no effect with full attention, which carries no state between sequences; remove it"
+        )
     if chunk % config.block:
         raise ValueError(
-            f"an update of {chunk} tokens (objective.update, or objective.length) must be a multiple of the "
-            f"model's block of {config.block}; a block that fits: --model.fields "
-            f"block={math.gcd(chunk, config.block)}"
+            f"the update length of {chunk} tokens (objective.update, or objective.length) must be a multiple of the "
+            f"model's block of {config.block}; set --model.fields block={math.gcd(chunk, config.block)}"
         )
     if full and chunk != objective.length:
         raise ValueError(
-            "full attention keeps nothing from update to update: leave objective.update out, or use attention vq"
+            "objective.update cannot be combined with full attention, which carries no state between updates; remove "
+            "objective.update or set --model.fields attention=vq"
         )
 
 
 def notes(config: Config) -> list[str]:
+    """Facts about the model to print before a run."""
     if config.attention == "full":
-        return ["full attention: its cost grows with the square of the length, and it has no codebooks"]
+        return ["full attention: cost grows with the square of the length, and there are no codebooks"]
     state = jax.eval_shape(lambda: vq_lm.initial_state(config, 1))
-    return [f"state of a sequence, whatever its length: {vq_lm.state_bytes(state) / 1e6:,.2f} MB"]
+    return [f"state per sequence, independent of its length: {vq_lm.state_bytes(state) / 1e6:,.2f} MB"]
 
 
 def has_codebooks(config: Config) -> bool:
@@ -68,28 +71,32 @@ def language_loss(
     key: Array | None,
     objective: Any,
 ) -> tuple[Sums, VQState]:
-    """Sums over the labels of one chunk, and the state behind it. With a key, codebooks learn too."""
+    """Sums over the labels of one chunk, and the state after it. Rows that are `fresh` start from an empty state, the
+    others from `carry`. With a key there is dropout, and codebooks are updated."""
     start = vq_lm.initial_state(model.config, len(fresh))
     if key is not None:
-        begun = jax.random.key_data(jax.random.fold_in(key, 1))
-        start = start._replace(key=jnp.broadcast_to(begun, start.key.shape))
+        sequence_key = jax.random.key_data(jax.random.fold_in(key, 1))
+        start = start._replace(key=jnp.broadcast_to(sequence_key, start.key.shape))
     now = jax.tree.map(lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), a, b), start, carry)
     noise = None
-    if key is not None:  # the sequences of a piece of the batch begin together, so they share their key
+    if key is not None:  # all sequences of a microbatch start at the same step, so they share their key
         noise = DropoutKeys(jax.random.fold_in(key, 0), jax.random.wrap_key_data(now.key[0]))
     sums, state, _ = model.loss(inputs, labels, now, commit=objective.commit, noise=noise, learn=key is not None)
     return sums, state
 
 
 def prepare(model: VQLM, inputs: Int[Array, "B T"], key: Array, objective: Any) -> VQLM:
-    """The model that training starts from: with codebooks made from the data, if they are asked for."""
+    """The model that training starts from: with codebooks fitted to the data, unless they start randomly."""
     if objective.codebooks == "random" or not has_codebooks(model.config):
         return model
     return jax.jit(fit_codebooks)(model, inputs, key)
 
 
 def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
-    """Codebooks made from the keys of some text, layer after layer: none of their codes is then far from all keys."""
+    """Initialise all codebooks by k-means over the keys of some text, so that no code is far from all keys.
+
+    Layers are fitted in order, since the keys of a layer depend on the quantised attention of the layers before it.
+    """
     c = model.config
     state = vq_lm.initial_state(c, len(ids))
     documents = vq_lm.number_documents(c, ids, state, None)
@@ -99,7 +106,7 @@ def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
         keys = jax.random.split(jax.random.fold_in(key, i))
         units = []
         for j, unit in enumerate(layer.units):
-            units.append(_fit(unit, x, keys[j]))
+            units.append(_fit_unit(unit, x, keys[j]))
             cache = jax.tree.map(lambda a, i=i: a[:, i], state.caches[j])
             x, _, _ = units[-1](x, plan, cache)
         x = layer.feed(x)
@@ -109,18 +116,19 @@ def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
     return _with_layers(model, jax.tree.map(lambda *a: jnp.stack(a), *fitted))
 
 
-def _fit(unit: Unit, x: Array, key: Array) -> Unit:
-    """The unit with a codebook made from its keys of x."""
+def _fit_unit(unit: Unit, x: Array, key: Array) -> Unit:
+    """The unit with its codebook fitted to the keys that it computes from x."""
     c = unit.config
     k = unit.project(x)[1].swapaxes(0, 1).reshape(c.key_heads, -1, c.d_k)
     sums, counts = codebook.fit(k, c.n_codes, key)
-    found = {"sum": sums, "count": counts}
+    fitted = {"sum": sums, "count": counts}
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: found.get(path[-2].name, leaf) if path[0].name == "codebook" else leaf, unit
+        lambda path, leaf: fitted.get(path[-2].name, leaf) if path[0].name == "codebook" else leaf, unit
     )
 
 
 def _with_layers(model: VQLM, layers: Layer) -> VQLM:
+    """A copy of the model with other layers."""
     leaves, tree = jax.tree.flatten(model)
     copy = jax.tree.unflatten(tree, leaves)
     copy.layers = layers

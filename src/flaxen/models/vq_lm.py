@@ -1,4 +1,4 @@
-"""Transformer-VQ: a language model whose attention sees all the past at a cost linear in its length."""
+"""Transformer-VQ: a language model whose attention sees the whole past at a cost linear in its length."""
 
 import math
 from functools import partial
@@ -24,22 +24,22 @@ from flaxen.nn.vq_plan import VQPlan
 
 
 class VQState(NamedTuple):
-    """All that the model remembers of what it has read; its size does not grow with it. Rows first.
+    """The recurrent state of the model: everything it retains of the tokens read, in constant size. Rows come first.
 
-    Training carries it from update to update, prefill makes it, a memory file holds it, and decoding lays it out as a
-    ring. Checkpoints of a run name its leaves, `carry.position`, `carry.caches.0.codes` and so on: a name that changes
-    here makes older ones unreadable.
+    Training carries it from update to update, prefill computes it, memory files store it, and decoding converts it to
+    ring buffers. Checkpoints contain the names of its leaves (`carry.position`, `carry.caches.0.codes` and so on):
+    renaming a field makes existing checkpoints unreadable.
     """
 
-    position: Int[Array, "B"]  # tokens read, of the document if they are kept apart
-    documents: Int[Array, "B W"]  # of each token of the window, from 1 on; 0 for padding
-    latest: Int[Array, "B"]  # the document that the means are of
-    caches: tuple[Any, ...]  # of the one or two attentions of a layer, [B, L, …]; () for full attention
-    key: UInt32[Array, "B 2"]  # of the dropout that stays the same for a whole sequence
+    position: Int[Array, "B"]  # number of tokens read, in the current document if documents are separate
+    documents: Int[Array, "B W"]  # document number of each token of the window, starting at 1; 0 for padding
+    latest: Int[Array, "B"]  # the document that the means belong to
+    caches: tuple[Any, ...]  # one for each attention unit of a layer, [B, L, …]; () for full attention
+    key: UInt32[Array, "B 2"]  # PRNG key of the dropout that is drawn once per sequence
 
 
 class VQLM(nnx.Module):
-    """Token ids in, hidden states out, and the state behind them; `output` turns hidden states into logits."""
+    """A Transformer-VQ. A call returns hidden states and the new state; `output` turns hidden states into logits."""
 
     def __init__(self, config: Config):
         c = config
@@ -48,7 +48,7 @@ class VQLM(nnx.Module):
         self.layers = stacked(Layer(c), c.n_layers)
         self.norm = RMSNorm(c.d_model, EPSILON, bias=True) if c.norm_out else None
         self.head = None if c.tied else Embedding(c.vocab_size, c.d_model, c.d_model**-0.5)
-        self.bias = constant(c.vocab_size, value=0.0)  # of logits
+        self.bias = constant(c.vocab_size, value=0.0)  # added to logits
         self.config = config
 
     def __call__(
@@ -61,11 +61,15 @@ class VQLM(nnx.Module):
         noise: DropoutKeys | None = None,
         room: int | None = None,
     ) -> tuple[Float[Array, "B T D"], VQState, QuantisationLoss]:
-        """Hidden states of a multiple of `block` tokens. `valid` is False for padding at the left. With `room`, the
-        state of full attention holds all keys, and slots for so many more."""
+        """Hidden states of T tokens, a multiple of `block`; the state after them; and the losses of quantisation.
+
+        `valid` is False for padding, which is on the left. `weights` are the weights of tokens in the codebook update;
+        without them codebooks are not updated. With `room`, the state of full attention contains all keys, and empty
+        slots for that many more.
+        """
         c = self.config
         if ids.shape[1] % c.block:
-            raise ValueError(f"{ids.shape[1]} tokens are no multiple of the block, {c.block}")
+            raise ValueError(f"{ids.shape[1]} tokens are not a multiple of the block, {c.block}")
         state = initial_state(c, len(ids)) if state is None else state
         documents = number_documents(c, ids, state, valid) if documents is None else documents
         positions = token_positions(c, state, documents)
@@ -74,26 +78,27 @@ class VQLM(nnx.Module):
         seen = jnp.concatenate([state.documents, documents], axis=1)
         plan: VQPlan = FullPass(c.spec, documents, room)
         if c.attention == "vq":
-            # Where nothing is learnt, smaller blocks give the same result in less time.
+            # Without training, smaller blocks give the same result in less time.
             spec = c.reading if weights is None else c.spec
             parallel = c.form == "parallel" or (c.form == "auto" and not target().rows_in_sequence and not c.rounded)
             plan = BlockwisePass(spec, seen, state.latest, weights, parallel)
         noises = None
         if noise is not None and keys[1] is not None:
-            noises = DropoutKeys(*(_of_layers(key, c.n_layers) for key in (keys[1], noise.sequence)))
+            noises = DropoutKeys(*(_split_by_layer(key, c.n_layers) for key in (keys[1], noise.sequence)))
         x, caches, learning = self._run(x, plan, state.caches or (None,) * c.units, noises)
         if room is not None:
-            left = jnp.pad(documents, ((0, 0), (0, room)))
+            retained = jnp.pad(documents, ((0, 0), (0, room)))
         else:
-            left = seen[:, seen.shape[1] - c.window :]
+            retained = seen[:, seen.shape[1] - c.window :]
             caches = caches if c.attention == "vq" else ()
-        after = VQState(positions[:, -1] + 1, left, seen[:, -c.window - 1], caches, state.key)
+        # The key evicted last is the one just before the window; the means belong to its document.
+        after = VQState(positions[:, -1] + 1, retained, seen[:, -c.window - 1], caches, state.key)
         return self.normed(x), lax.stop_gradient(after), learning
 
     def _run(self, x: Array, plan: VQPlan, caches: tuple[Any, ...], noises: DropoutKeys | None) -> tuple:
-        """Through all layers, scanned or one by one. Their axis is the first of a scan and the second of a state."""
+        """Run all layers, scanned or unrolled. Caches have the layer axis second; a scan needs it first."""
         c = self.config
-        caches = jax.tree.map(_swapped, caches)
+        caches = jax.tree.map(_swap_rows_and_layers, caches)
         policy = None if c.remat else jax.checkpoint_policies.save_only_these_names(SAVED)
 
         def body(x: Array, xs: tuple[Layer, Any, Any]) -> tuple[Array, tuple]:
@@ -105,18 +110,19 @@ class VQLM(nnx.Module):
         if c.scan:
             x, (caches, learning) = lax.scan(body, x, (self.layers, caches, noises))
         else:
-            made = []
+            results = []
             for i, layer in enumerate(unstack(self.layers)):
-                x, one = body(x, (layer, *jax.tree.map(lambda a, i=i: a[i], (caches, noises))))
-                made.append(one)
-            caches, learning = jax.tree.map(lambda *a: jnp.stack(a), *made)
-        return x, jax.tree.map(_swapped, caches), QuantisationLoss(*map(jnp.sum, learning))
+                x, result = body(x, (layer, *jax.tree.map(lambda a, i=i: a[i], (caches, noises))))
+                results.append(result)
+            caches, learning = jax.tree.map(lambda *a: jnp.stack(a), *results)
+        return x, jax.tree.map(_swap_rows_and_layers, caches), QuantisationLoss(*map(jnp.sum, learning))
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Hidden states of what the last layer gives."""
+        """Hidden states from the output of the last layer: with the final norm, if there is one."""
         return x if self.norm is None else self.norm(x, jnp.dtype(self.config.compute))
 
     def embed(self, ids: Int[Array, "*B"], positions: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Token embeddings, with absolute positions if the model has them."""
         c = self.config
         x = self.embedding(ids).astype(jnp.float32)
         if self.scale is not None:
@@ -131,7 +137,7 @@ class VQLM(nnx.Module):
     def logits(
         self, ids: Int[Array, "B T"], source: None = None, valid: Bool[Array, "B T"] | None = None
     ) -> Float[Array, "B T V"]:
-        """Of whole sequences, of any length. `valid` is False for padding at the left."""
+        """Logits of whole sequences of any length. `valid` is False for padding, which is on the left."""
         padding = -ids.shape[1] % self.config.block
         valid = jnp.pad(jnp.ones(ids.shape, bool) if valid is None else valid, ((0, 0), (padding, 0)))
         hidden, _, _ = self(jnp.pad(ids, ((0, 0), (padding, 0))), valid=valid)
@@ -148,16 +154,20 @@ class VQLM(nnx.Module):
         documents: Int[Array, "B T"] | None = None,
         learn: bool = False,
     ) -> tuple[Sums, VQState, QuantisationLoss]:
-        """Sums over labels that are not negative. With `learn`, their gradient is of the loss, of `commit` times the
-        error of quantisation, and what codebooks learn from; their value is of the loss alone."""
+        """Sums over labels that are not negative, the state after them, and the losses of quantisation.
+
+        The value of the loss is the cross-entropy alone. With `learn`, its gradient also includes `commit` times the
+        commitment loss, and the surrogate gradient of the codebook update.
+        """
         weights = (labels >= 0).astype(jnp.float32)
         hidden, state, learning = self(ids, state, None, weights if learn else None, documents, noise)
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32) * self.config.logit_scale
         bias = self.bias[...] * self.config.logit_scale
-        table, wanted = self.output_head.weight[...], jnp.maximum(labels, 0).reshape(-1)
-        sums = cross_entropy(flat, table, wanted, weights.reshape(-1), bias=bias)
-        added = commit * learning.error + learning.surrogate
-        return sums._replace(loss=sums.loss + added - lax.stop_gradient(added)), state, learning
+        table, targets = self.output_head.weight[...], jnp.maximum(labels, 0).reshape(-1)
+        sums = cross_entropy(flat, table, targets, weights.reshape(-1), bias=bias)
+        extra = commit * learning.error + learning.surrogate
+        # extra - stop_gradient(extra) is 0 and has the gradient of extra.
+        return sums._replace(loss=sums.loss + extra - lax.stop_gradient(extra)), state, learning
 
     @property
     def output_head(self) -> Embedding:
@@ -165,51 +175,58 @@ class VQLM(nnx.Module):
 
 
 def initial_state(config: Config, rows: int) -> VQState:
-    """The state before anything is read."""
+    """The state before the first token."""
     c, caches = config, ()
-    if c.attention == "vq":  # full attention is trained on whole sequences, and carries nothing
-        one = VQCache.empty(rows, c.key_heads, c.window, c.n_codes, c.d_k, c.d_v)
-        # An array for each unit: they may be donated one by one.
-        caches = tuple(jax.tree.map(partial(_for_layers, c.n_layers), one) for _ in range(c.units))
+    if c.attention == "vq":  # full attention is trained on whole sequences and carries no cache
+        cache = VQCache.empty(rows, c.key_heads, c.window, c.n_codes, c.d_k, c.d_v)
+        # Separate arrays for each unit, because a buffer can be donated only once.
+        caches = tuple(jax.tree.map(partial(_repeat_for_layers, c.n_layers), cache) for _ in range(c.units))
     documents, key = jnp.zeros((rows, c.window), jnp.int32), jnp.zeros((rows, 2), jnp.uint32)
     return VQState(jnp.zeros(rows, jnp.int32), documents, jnp.zeros(rows, jnp.int32), caches, key)
 
 
-def _for_layers(n: int, a: Array) -> Array:
+def _repeat_for_layers(n: int, a: Array) -> Array:
+    """[B, …] to [B, L, …]."""
     return jnp.broadcast_to(a[:, None], (len(a), n, *a.shape[1:]))
 
 
-def _swapped(a: Array) -> Array:
+def _swap_rows_and_layers(a: Array) -> Array:
+    """[B, L, …] to [L, B, …] or back."""
     return jnp.swapaxes(a, 0, 1)
 
 
-def _of_layers(key: Array, n: int) -> Array:
-    """A key for each layer."""
+def _split_by_layer(key: Array, n: int) -> Array:
+    """A PRNG key for each layer."""
     return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
 
 
 def number_documents(
     config: Config, ids: Int[Array, "B T"], state: VQState, valid: Bool[Array, "B T"] | None
 ) -> Int[Array, "B T"]:
-    """Each end token, which also stands before a text, begins the next document; padding is of none."""
+    """Number the document of each token, continuing from the state. Documents start at 1; padding is 0.
+
+    An end token starts the next document: texts begin with the end token of the text before.
+    """
     valid = jnp.ones(ids.shape, bool) if valid is None else valid
     begins = jnp.isin(ids, jnp.asarray(config.eos_ids, jnp.int32)) & valid
     number = state.documents[:, -1:] + jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    # A text that begins without an end token is of the first document all the same.
+    # A text that does not begin with an end token still belongs to document 1, not to 0.
     number = number + jnp.any((number == 0) & valid, axis=1, keepdims=True)
     return jnp.where(valid, number, 0)
 
 
 def token_positions(config: Config, state: VQState, documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The position of each token in its sequence, or in its document if these are kept apart."""
+    """The position of each token in its sequence or, with `documents`, in its document. Padding does not count."""
     real = documents > 0
     count = state.position[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     if not config.documents:
         return jnp.maximum(count, 0)
     before = jnp.concatenate([state.documents[:, -1:], documents[:, :-1]], axis=1)
+    # The running maximum carries the position at which the latest document began to all of its tokens.
     begins = lax.cummax(jnp.where(real & (documents != before), count, 0), axis=1)
     return jnp.maximum(count - begins, 0)
 
 
 def state_bytes(state: VQState) -> int:
+    """Size of a state in bytes."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))

@@ -1,4 +1,4 @@
-"""Reading a text into the state of a Transformer-VQ, to generate from it at any time."""
+"""Read a text into the state of a Transformer-VQ, from which it can generate later."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -11,22 +11,22 @@ from jax import Array
 from flaxen.models import vq_lm
 from flaxen.nn.param import with_config
 
-LARGEST = 6  # pieces have at most 2^6 blocks
+LARGEST = 6  # a piece has at most 2^6 blocks
 
 
 def read(model: vq_lm.VQLM, ids: Sequence[int], state: vq_lm.VQState | None = None) -> vq_lm.VQState:
-    """The state after reading `ids`. Its size does not depend on how many there are."""
+    """The state after reading `ids`, following `state`. Its size does not depend on the number of ids."""
     block = model.config.block
     state, first = vq_lm.initial_state(model.config, 1) if state is None else state, 0
-    for n in _pieces(len(ids), block):
-        state = _read(model, min(n, block), jnp.asarray([ids[first : first + n]]), state)
+    for n in _piece_sizes(len(ids), block):
+        state = _read_piece(model, min(n, block), jnp.asarray([ids[first : first + n]]), state)
         first += n
     return state
 
 
-def _pieces(n: int, block: int) -> Iterator[int]:
-    """n tokens in pieces of few different sizes, each of which is a program to compile: 64, 32, … 1 blocks, and then
-    less than one."""
+def _piece_sizes(n: int, block: int) -> Iterator[int]:
+    """Split n tokens into pieces of few different sizes, since a program is compiled for each size: 64, 32, … 1 blocks,
+    and then powers of 2 below one block."""
     while n:
         size = block << min((n // block).bit_length() - 1, LARGEST) if n >= block else 1 << (n.bit_length() - 1)
         yield size
@@ -34,6 +34,6 @@ def _pieces(n: int, block: int) -> Iterator[int]:
 
 
 @partial(jax.jit, static_argnames="block")
-def _read(model: vq_lm.VQLM, block: int, ids: Array, state: vq_lm.VQState) -> vq_lm.VQState:
-    """The result does not depend on the block."""
+def _read_piece(model: vq_lm.VQLM, block: int, ids: Array, state: vq_lm.VQState) -> vq_lm.VQState:
+    """The state after one piece. The result does not depend on the block, so a small piece may use a small one."""
     return with_config(model, dataclasses.replace(model.config, block=block))(ids, state)[1]

@@ -1,4 +1,4 @@
-"""One layer of a Transformer-VQ, written once: training, prefill and decoding differ in the plan and the cache."""
+"""One layer of a Transformer-VQ. Training, prefill and decoding share this code and differ in plan and cache."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,35 +19,39 @@ from flaxen.nn.position import sinusoids
 from flaxen.nn.stack import save_for_backward
 from flaxen.nn.vq_plan import HeadInputs, VQPlan
 
-EPSILON = 1e-6  # of every norm
+EPSILON = 1e-6  # of all RMS norms
 
 
 class QuantisationLoss(NamedTuple):
-    """What quantisation adds to a loss."""
+    """Losses of quantisation, summed over tokens and heads."""
 
-    error: Float[Array, "*L"]  # the sum of squared distances of keys to their codes
-    surrogate: Float[Array, "*L"]  # 0, with the gradient that codebooks learn from
+    error: Float[Array, "*L"]  # commitment loss: squared distances between keys and their codes
+    surrogate: Float[Array, "*L"]  # 0 in value; its gradient carries the EMA update of the codebook
 
     @staticmethod
     def nothing() -> "QuantisationLoss":
+        """Zero losses, where codebooks are not updated."""
         return QuantisationLoss(jnp.zeros(()), jnp.zeros(()))
 
 
 class DropoutKeys(NamedTuple):
-    """Keys of dropout: for this chunk of a sequence, and for all of the sequence, so that what is remembered of it was
-    made by the same network."""
+    """PRNG keys of dropout: one for this chunk of a sequence, and one for the whole sequence.
+
+    Dropout of distances and of layers is the same for a whole sequence: a chunk then reads a cache that was computed by
+    the same network.
+    """
 
     chunk: Array
     sequence: Array
 
     def split(self) -> tuple["DropoutKeys", "DropoutKeys"]:
-        """One for each half of a layer."""
+        """Keys for the two halves of a layer."""
         first, second = map(DropoutKeys, jax.random.split(self.chunk), jax.random.split(self.sequence))
         return first, second
 
 
 class Unit(nnx.Module):
-    """Norm, attention, a gate if heads are shga, and the way back into the residual stream."""
+    """An attention unit with its residual connection: norm, projections, attention, gate (shga only), projection."""
 
     def __init__(self, config: Config):
         c = config
@@ -71,7 +75,10 @@ class Unit(nnx.Module):
         noise: DropoutKeys | None = None,
         table: Float[Array, "N Q E H"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, QuantisationLoss]:
-        """x with what the unit adds, and the plan's cache behind it. `table` is that of distances, if it is at hand."""
+        """Add the unit's output to x; also return the new cache and the losses of quantisation.
+
+        `table` is the result of `self.table()`, if the caller has computed it already.
+        """
         c = self.config
         chunk, sequence = (None, None) if noise is None else noise
         on_table, on_layer = (None, None) if sequence is None else jax.random.split(sequence)
@@ -89,23 +96,25 @@ class Unit(nnx.Module):
             heads = HeadInputs(queries, distant, chosen, v, table, z, self.codebook.vectors())
         y, cache = plan.attend(heads, cache)
         y = dropout(self.output(y, gate), c.dropout, chunk)
+        # LayerDrop skips the unit for whole rows. Its cache and its codebook are updated nevertheless.
         if on_layer is not None and c.layer_drop:
             keep = keep_mask(on_layer, jnp.arange(len(x), dtype=jnp.uint32), c.layer_drop)
             y = y * (keep / (1 - c.layer_drop)).astype(y.dtype)[:, None, None]
         return x + y, cache, learning
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, Array | None]:
-        """Queries [B, N, G, T, H], keys [B, N, T, H], values [B, N, T, U] and the gate [B, T, N · G · U].
+        """Queries [B, N, Q, T, H], keys [B, N, T, H], values [B, N, T, U] and the gate [B, T, N · Q · U].
 
-        Queries and keys have norm d_k^(1/4), so that scores of d_k^(1/2) times a cosine need no scale.
+        RMS norm and the factor d_k^(-1/4) give queries and keys the norm d_k^(1/4). Scores are then √d_k times a cosine
+        and need no further scale.
         """
         c = self.config
         x = self.norm(x, jnp.dtype(c.compute))
         if x.shape[1] > 1 and isinstance(self.q, Linear) and isinstance(self.kvg, Linear):
-            # One matmul: the two share their left operand, and the one of queries is thin.
+            # One matmul instead of two: both have the same left operand, and the query weight is narrow.
             weight = jnp.concatenate([self.q.weight[...], self.kvg.weight[...]], axis=1)
             q, kvg = jnp.split(save_for_backward(contract(x, weight, 1)), [c.n_heads * c.d_k], axis=-1)
-        else:  # for one token the joined weights are not worth their copy; with an adapter there are none
+        else:  # for one token, concatenating weights costs more than it saves; an adapter has no single weight
             q, kvg = save_for_backward(self.q(x)), save_for_backward(self.kvg(x))
         b, t, n, scale = *x.shape[:2], c.key_heads, c.d_k**-0.25
         k, v, g = jnp.split(kvg, [n * c.d_k, n * (c.d_k + c.d_v)], axis=-1)
@@ -117,13 +126,16 @@ class Unit(nnx.Module):
         return q.transpose(0, 2, 3, 1, 4).astype(jnp.float32), k.swapaxes(1, 2).astype(jnp.float32), v, gate
 
     def biased(self, q: Float[Array, "B N Q T H"]) -> tuple[Array, Array]:
-        """Queries as they meet keys, and as they meet distances."""
+        """Queries with the content bias, to multiply with keys, and with the distance bias, to multiply with the table.
+
+        These are the biases u and v of Transformer-XL.
+        """
         d_k = self.config.d_k
         shape, scale = (*q.shape[1:3], 1, d_k), d_k**-0.25
         return q + scale * self.content[...].reshape(shape), q + scale * self.distance[...].reshape(shape)
 
     def table(self, key: Array | None = None) -> Float[Array, "N Q E H"]:
-        """What distances C, C - 1, … 0 are known by."""
+        """Embeddings of the distances W, W - 1, … 0: projected sinusoids, with dropout if there is a key."""
         c = self.config
         waves = sinusoids(jnp.arange(c.window, -1, -1), c.d_model, c.wavelength)
         r = self.r(dropout(waves, c.position_drop, key).astype(jnp.dtype(c.compute))).astype(jnp.float32)
@@ -131,12 +143,13 @@ class Unit(nnx.Module):
         return r.transpose(1, 2, 0, 3)
 
     def output(self, y: Float[Array, "B N Q T U"], gate: Array | None) -> Float[Array, "B T D"]:
+        """Merge the heads, apply the gate if there is one, and project to the model width."""
         y = y.transpose(0, 3, 1, 2, 4).reshape(y.shape[0], y.shape[3], -1)
         return self.o(y if gate is None else y * gate)
 
 
 class Layer(nnx.Module):
-    """Two gated units, or attention and a feed-forward network."""
+    """Two gated attention units (shga), or one attention unit and a feed-forward network (mqa, mha)."""
 
     def __init__(self, config: Config):
         c = config
@@ -166,7 +179,7 @@ class Layer(nnx.Module):
         return x, (cache, other), jax.tree.map(jnp.add, learning, more)
 
     def feed(self, x: Float[Array, "B T D"], noise: DropoutKeys | None = None) -> Float[Array, "B T D"]:
-        """x with what the feed-forward network adds, if there is one."""
+        """Add the output of the feed-forward network to x, if there is one."""
         if self.mlp is None or self.norm is None:
             return x
         y = self.mlp(self.norm(x, jnp.dtype(self.config.compute)), 0.0, None)

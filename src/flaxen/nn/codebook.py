@@ -1,4 +1,8 @@
-"""A codebook: vectors that keys are replaced by. It learns as a running mean, not by gradients."""
+"""A codebook: the vectors that keys are quantised to. It learns by exponential moving averages, not by gradients.
+
+The vector of a code is sum / count: moving averages (EMA) of the sum and of the number of the keys that chose it. The
+EMA update reaches the optimizer as a surrogate gradient (`Codebook.surrogate`, flaxen.train.optim.running_means).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +13,28 @@ from jaxtyping import Float, Int
 from flaxen.nn.param import constant, normal
 from flaxen.nn.stack import save_for_backward
 
-LEAST = 0.01  # what a count is taken for at least
+LEAST = 0.01  # lower bound of counts and norms that are divided by
 
 
 class Codebook(nnx.Module):
-    """For each of N heads, M codes of H numbers: running sums of the keys that chose them, over running counts."""
+    """M codes of size H for each of N heads, stored as moving sums and counts of the keys that chose them."""
 
     def __init__(self, n_heads: int, n_codes: int, d: int):
         self.sum = normal(n_heads, n_codes, d, std=(n_heads * n_codes) ** -0.5)
         self.count = constant(n_heads, n_codes, value=1.0)
 
     def vectors(self) -> Float[Array, "N M H"]:
-        """In f32, and without gradient."""
+        """The vector of each code, in f32 and without gradient."""
         return lax.stop_gradient(vectors(self.sum[...], self.count[...]))
 
     def nearest(self, k: Float[Array, "B N T H"]) -> tuple[Int[Array, "B N T"], Float[Array, "B N T H"]]:
-        """The code of each key, the first if there are several, and its vector with the gradient of the key."""
+        """The nearest code of each key (the first of equally near ones), and the quantised key.
+
+        The straight-through gradient: forward, a quantised key is its code's vector; backward, its gradient goes to the
+        key unchanged, as if it had not been quantised.
+        """
         codes = self.vectors()
+        # ‖k - c‖² = ‖k‖² - 2 k · c + ‖c‖², where ‖k‖² is the same for all codes and does not change the minimum.
         dots = jnp.einsum("BNTH,NMH->BNTM", lax.stop_gradient(k), codes)
         z = save_for_backward(jnp.argmin(jnp.square(codes).sum(-1)[:, None] - 2 * dots, axis=-1).astype(jnp.int32))
         chosen = codes[jnp.arange(len(codes))[:, None], z]
@@ -34,59 +43,67 @@ class Codebook(nnx.Module):
     def surrogate(
         self, k: Float[Array, "B N T H"], z: Int[Array, "B N T"], weights: Float[Array, "B T"]
     ) -> Float[Array, ""]:
-        """0, with minus the sum of the keys of each code, and minus their number, as the gradient of sum and count.
+        """A loss of value 0, whose gradients by sum and count carry the statistics of the EMA update.
 
-        Such gradients add over rows, pieces and devices as no mean would; the optimizer turns them into running sums.
+        The gradient by `sum` is minus the sum of the keys that chose each code, and the gradient by `count` is minus
+        their number. The optimizer turns them into new = decay · old - (1 - decay) · gradient. Sums, unlike means, can
+        be added over rows, microbatches and devices in the same way as all other gradients.
         """
         head = jnp.arange(z.shape[1])[:, None]
         w = jnp.broadcast_to(weights[:, None], z.shape)
         k = lax.stop_gradient(k) * w[..., None]
         keys = save_for_backward(jnp.zeros(self.sum.shape).at[head, z].add(k))
         counts = save_for_backward(jnp.zeros(self.count.shape).at[head, z].add(w))
+        # statistic · (x - stop_gradient(x)) is 0, and its gradient by x is the statistic.
         return -jnp.vdot(keys, _only_gradient(self.sum[...])) - jnp.vdot(counts, _only_gradient(self.count[...]))
 
 
 def vectors(sums: Float[Array, "*B H"], counts: Float[Array, "*B"]) -> Float[Array, "*B H"]:
+    """The vectors of codes, sum / count, in f32."""
     return sums.astype(jnp.float32) / jnp.maximum(counts.astype(jnp.float32), LEAST)[..., None]
 
 
 def error(k: Float[Array, "B N T H"], chosen: Float[Array, "B N T H"], weights: Float[Array, "B T"]) -> Array:
-    """The sum of squared distances of keys to their codes, which draws keys to them."""
-    gap = jnp.square(k - lax.stop_gradient(chosen)).sum(axis=(1, 3))
-    return jnp.vdot(gap, weights)
+    """Commitment loss: the weighted sum of squared distances between keys and their codes. It pulls keys to codes."""
+    squared = jnp.square(k - lax.stop_gradient(chosen)).sum(axis=(1, 3))
+    return jnp.vdot(squared, weights)
 
 
 def _only_gradient(x: Array) -> Array:
+    """0 in value, with the gradient of x."""
     return x - lax.stop_gradient(x)
 
 
 def statistics(sums: Float[Array, "N M H"], counts: Float[Array, "N M"]) -> dict[str, Array]:
-    """What a codebook looks like: similarity, distance, norm and usage of its codes; means over heads."""
+    """Metrics of a codebook: similarity, distance, norm and usage of its codes, averaged over heads."""
     c, usage = vectors(sums, counts), jnp.maximum(counts, LEAST)
     norm = jnp.linalg.norm(c, axis=-1)
     unit = c / jnp.maximum(norm, LEAST)[..., None]
     n = c.shape[1]
     pairs = ~jnp.eye(n, dtype=bool)
-    similar = jnp.einsum("NAH,NBH->NAB", unit, unit)
-    apart = jnp.linalg.norm(c[:, :, None] - c[:, None], axis=-1)
-    share = usage / usage.sum(-1, keepdims=True)
-    found: dict[str, Array] = {}
-    for name, a in (("c_sim", similar), ("c_dist", apart)):
-        total = jnp.where(pairs, a, 0.0).sum((1, 2)) / (n * (n - 1))
+    similarity = jnp.einsum("NAH,NBH->NAB", unit, unit)  # A and B are both the axis of codes
+    distance = jnp.linalg.norm(c[:, :, None] - c[:, None], axis=-1)
+    probability = usage / usage.sum(-1, keepdims=True)
+    metrics: dict[str, Array] = {}
+    for name, a in (("c_sim", similarity), ("c_dist", distance)):
+        mean = jnp.where(pairs, a, 0.0).sum((1, 2)) / (n * (n - 1))
         low, high = jnp.where(pairs, a, jnp.inf).min((1, 2)), jnp.where(pairs, a, -jnp.inf).max((1, 2))
-        found |= {f"{name}_min": low, f"{name}_mean": total, f"{name}_max": high}
+        metrics |= {f"{name}_min": low, f"{name}_mean": mean, f"{name}_max": high}
     for name, a in (("c_norm", norm), ("c_usage", usage)):
-        found |= {f"{name}_min": a.min(-1), f"{name}_mean": a.mean(-1), f"{name}_max": a.max(-1)}
-    found["c_thresh_oob"] = ((usage < 1.0) | (usage > 1e6)).sum(-1).astype(jnp.float32)
-    found["c_entropy"] = -(share * jnp.log(share)).sum(-1)
-    return {name: jnp.mean(a) for name, a in found.items()}
+        metrics |= {f"{name}_min": a.min(-1), f"{name}_mean": a.mean(-1), f"{name}_max": a.max(-1)}
+    metrics["c_thresh_oob"] = ((usage < 1.0) | (usage > 1e6)).sum(-1).astype(jnp.float32)
+    metrics["c_entropy"] = -(probability * jnp.log(probability)).sum(-1)
+    return {name: jnp.mean(a) for name, a in metrics.items()}
 
 
 def fitness(k: Float[Array, "B N T H"], chosen: Float[Array, "B N T H"]) -> dict[str, Array]:
-    """How near keys are to their codes: norms of both, and the distance over the norm; means over rows and heads."""
+    """Metrics of quantisation: norms of keys and quantised keys, and their distance relative to the norm of the key.
+
+    Averaged over rows and heads; minimum, mean and maximum are over tokens.
+    """
     norm = jnp.linalg.norm(k, axis=-1)
-    gap = jnp.clip(jnp.linalg.norm(k - chosen, axis=-1) / jnp.maximum(norm, LEAST), 0.0, 10.0)
-    extremes = {"min": gap.min(2), "mean": gap.mean(2), "max": gap.max(2)}
+    relative = jnp.clip(jnp.linalg.norm(k - chosen, axis=-1) / jnp.maximum(norm, LEAST), 0.0, 10.0)
+    extremes = {"min": relative.min(2), "mean": relative.mean(2), "max": relative.max(2)}
     norms = {"vec_norm_mean": norm.mean(), "vec_hat_norm_mean": jnp.linalg.norm(chosen, axis=-1).mean()}
     return norms | {f"relative_err_{name}": a.mean() for name, a in extremes.items()}
 
@@ -94,20 +111,21 @@ def fitness(k: Float[Array, "B N T H"], chosen: Float[Array, "B N T H"]) -> dict
 def fit(
     k: Float[Array, "N T H"], n_codes: int, key: Array, rounds: int = 5
 ) -> tuple[Float[Array, "N M H"], Float[Array, "N M"]]:
-    """Sums and counts of a codebook made from keys: k-means from codes drawn among them."""
+    """Sums and counts of a codebook fitted to keys: k-means, starting from randomly chosen keys."""
 
-    def one(k: Array, key: Array) -> tuple[Array, Array]:
+    def fit_head(k: Array, key: Array) -> tuple[Array, Array]:
         n = len(k)
+        # If there are fewer keys than codes, keys are used repeatedly.
         start = k[jax.random.permutation(key, n)[jnp.arange(n_codes) % n]]
 
         def move(codes: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
             z = jnp.argmin(jnp.square(codes).sum(-1) - 2 * k @ codes.T, axis=-1)
             sums, counts = jnp.zeros_like(codes).at[z].add(k), jnp.zeros(n_codes).at[z].add(1.0)
-            empty = counts < 1
+            empty = counts < 1  # a code that no key chose stays where it is, with a count of 1
             sums, counts = jnp.where(empty[:, None], codes, sums), jnp.where(empty, 1.0, counts)
             return sums / counts[:, None], (sums, counts)
 
         _, (sums, counts) = lax.scan(move, start, None, rounds)
         return sums[-1], counts[-1]
 
-    return jax.vmap(one)(k, jax.random.split(key, len(k)))
+    return jax.vmap(fit_head)(k, jax.random.split(key, len(k)))

@@ -1,12 +1,10 @@
-"""The seam between a unit of Transformer-VQ and its attention.
+"""The interface between a Transformer-VQ unit and its attention.
 
-A unit projects, adds biases, gates and projects back, in one way for training, prefill and decoding. What lies between
-is a `VQPlan`, one for all layers of a pass: blocks of queries over quantised keys (nn/vq.py), all keys one by one
-(nn/full.py), or one token against a ring buffer (nn/vq_ring.py).
+A unit normalises, projects, adds biases, gates and projects back in the same way for training, prefill and decoding.
+The attention in between is a `VQPlan`, shared by all layers of a pass: blocks of queries over quantised keys
+(nn/vq.py), full quadratic attention (nn/full.py), or one token against a ring buffer (nn/vq_ring.py).
 
-Axes of these files, beside those of docs/design.md: N heads with keys of their own, G queries for each of them, T
-tokens = K blocks of W, C window, E = C + 1 distances, S = C + T keys (C + W in one block), M codes, H size of a key, U
-size of a value.
+The array axes are those of the legend in flaxen.nn.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,44 +13,46 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-NEVER = -1e30  # a score that weighs nothing, whatever the others
+# The score of a key that a query must not see: after the softmax its weight is 0. It is finite, so that a row in which
+# every key is hidden (padding) gives finite numbers instead of inf - inf = NaN.
+NEVER = -1e30
 
 
 class VQSpec(NamedTuple):
-    """What does not change from call to call."""
+    """Settings of the attention that are the same for every call."""
 
-    window: int  # C
-    block: int  # W
-    aggregate: bool = True  # see keys beyond the window at all
-    through: bool = True  # let gradients pass from block to block
-    documents: bool = False  # see nothing of other documents
-    rounding: str = "float32"  # of counts and means between blocks
-    collect: bool = True  # keep counts and means of keys beyond the window, seen or not
+    window: int  # W
+    block: int  # X
+    aggregate: bool = True  # attend to keys beyond the window, through their counts and means
+    through: bool = True  # let gradients flow from block to block
+    documents: bool = False  # hide other documents
+    rounding: str = "float32"  # dtype that counts and means are rounded to after each block
+    collect: bool = True  # update counts and means, whether they are read or not
 
     def rounded(self, a: Array) -> Array:
-        """Counts or means, as they are kept between blocks."""
+        """Round counts or means to the dtype in which they are carried between blocks, and return them in f32."""
         return a.astype(self.rounding).astype(jnp.float32)
 
 
 class HeadInputs(NamedTuple):
-    """What a unit hands to its attention."""
+    """The projections of a unit that its attention needs."""
 
-    queries: Float[Array, "B N Q T H"]  # as keys are compared to them
-    distant: Float[Array, "B N Q T H"]  # as distances are
-    keys: Float[Array, "B N T H"]  # the vectors of their codes; with full attention, the keys as they are
+    queries: Float[Array, "B N Q T H"]  # with the content bias: multiplied with keys
+    distant: Float[Array, "B N Q T H"]  # with the distance bias: multiplied with the table of distances
+    keys: Float[Array, "B N T H"]  # quantised keys; with full attention, the keys themselves
     values: Float[Array, "B N T U"]
-    table: Float[Array, "N Q E H"]  # of the distances C, C - 1, … 0
+    table: Float[Array, "N Q E H"]  # embeddings of the distances W, W - 1, … 0
     codes: Int[Array, "B N T"] | None = None  # None for full attention
     codebook: Float[Array, "N M H"] | None = None
 
 
 @runtime_checkable
 class VQPlan(Protocol):
-    """What the attentions of all layers share in one pass over some tokens."""
+    """The attention of all layers during one pass over some tokens."""
 
     @property
     def weights(self) -> Float[Array, "B T"] | None:
-        """Which tokens codebooks learn from; None: they learn nothing."""
+        """Weight of each token in the codebook update; None if codebooks are not updated."""
 
     def attend(self, heads: HeadInputs, cache: Any) -> tuple[Float[Array, "B N Q T U"], Any]:
-        """What each query sees, and the cache behind the last token."""
+        """Return the attention output of each query and the cache after the last token."""

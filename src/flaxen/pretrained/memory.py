@@ -1,4 +1,4 @@
-"""What a Transformer-VQ has read, kept to generate from at any time."""
+"""Read a text into the memory of a Transformer-VQ, and generate from a memory."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 def remember(pretrained: "Pretrained", prompt: Any, memory: Memory | None = None) -> Memory:
-    """The memory of a text, or of one that follows a memory. Its size does not depend on the text's."""
+    """Read a text into a new memory, or after an existing one. The size of a memory does not depend on the text."""
     reader = pretrained.family.reader
     if reader is None or pretrained.config.attention != "vq":
-        raise InputError("only a Transformer-VQ with attention vq keeps a memory")
+        raise InputError("a memory requires a Transformer-VQ with attention=vq")
     if memory is None:
         (ids,) = pretrained.encode([prompt])
         return Memory(reader(pretrained.model, ids[:-1]), tuple(ids[-1:]), pretrained.digest)
     if memory.model != pretrained.digest:
-        raise InputError("this memory was made by a model with other weights; let this one read the text itself")
-    # The last token is read when something is to follow it.
+        raise InputError("the memory was created by a model with other weights; read the text again with this model")
+    # The last token of the memory has not been read yet: it comes before the prompt.
     ids = [*memory.unread, *(pretrained.prompts.continuation(prompt) if len(prompt) else [])]
     return Memory(reader(pretrained.model, ids[:-1], memory.state), tuple(ids[-1:]), pretrained.digest)
 
 
 def continued(pretrained: "Pretrained", prompts: Prompts, memory: Memory) -> tuple[np.ndarray, Any]:
-    """The one batch of a prompt, which may be empty, that follows a memory."""
+    """The batch of inputs that continues a memory with a single prompt, which may be empty."""
     if isinstance(prompts, os.PathLike):
-        raise InputError("a memory goes on with a text or with ids, not with a file")
+        raise InputError("a memory can be continued with a text or token ids, not with a file")
     (prompt,) = [prompts] if isinstance(prompts, str) else list(prompts)
     now = remember(pretrained, prompt, memory)
     return np.zeros(1, np.int32), (np.array([now.unread], np.int32), np.ones((1, 1), bool), now.state)
