@@ -66,7 +66,7 @@ class Demo:
         console.print("\n[bold]3. Training: restore masked spans of text[/bold]")
         start = self.out / "start"
         if not start.exists():
-            _head_start(vocabulary).save(start)
+            _create_initial_model(vocabulary).save(start)
         console.print(
             "The model starts from random weights, except for two patterns that a large model learns in its first\n"
             "thousands of steps: each token attends to its neighbours, and the decoder attends to the sentinel\n"
@@ -135,7 +135,7 @@ def _docstrings(path: Path) -> list[str]:
     return [doc for node in ast.walk(tree) if isinstance(node, kinds) and (doc := ast.get_docstring(node))]
 
 
-def _head_start(vocabulary: Path) -> "Pretrained":
+def _create_initial_model(vocabulary: Path) -> "Pretrained":
     """Create a small T5 whose attention starts with useful patterns, so that a demo of 3 minutes has something to show.
 
     Each encoder head prefers one neighbour (-1, 1, -2 or 2 tokens away). In cross-attention queries and keys share

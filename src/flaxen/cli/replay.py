@@ -79,8 +79,10 @@ class Replay:
             rows.append((path, _norm(before[path]), _norm(leaf), _norm(change), non_finite))
         rows.sort(key=lambda row: (-row[4], -np.nan_to_num(row[2], nan=np.inf)))
         table = Table("weight", "norm", "gradient", "update", "non-finite")
-        for path, weight, gradient_norm, change, non_finite in rows[: self.weights]:
-            table.add_row(path, f"{weight:.4g}", f"{gradient_norm:.4g}", f"{change:.4g}", str(non_finite or ""))
+        for path, weight_norm, gradient_norm, update_norm, non_finite in rows[: self.weights]:
+            table.add_row(
+                path, f"{weight_norm:.4g}", f"{gradient_norm:.4g}", f"{update_norm:.4g}", str(non_finite or "")
+            )
         console.print(table)
         bad = sum(row[4] > 0 for row in rows)
         verdict = f"{bad} of {len(rows)} gradients have non-finite entries" if bad else "all gradients are finite"
