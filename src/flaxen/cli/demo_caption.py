@@ -30,7 +30,7 @@ RELATIONS = {
     "above": (0, -1),
     "below": (0, 1),
 }  # direction of the large shape from the small one
-SIZE, PICTURES, HELD_OUT = 48, 6000, 120
+SIZE, N_IMAGES, HELD_OUT = 48, 6000, 120
 SPECIAL = ("<pad>", "</s>", "<unk>")
 
 
@@ -130,7 +130,7 @@ class DemoCaption:
 
 
 def scenes() -> tuple[list[Scene], list[Scene]]:
-    """Split all possible scenes into training scenes, repeated to make PICTURES images, and held-out ones."""
+    """Split all possible scenes into training scenes, repeated to make N_IMAGES images, and held-out ones."""
     objects = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     combinations = [
         Scene(*large, relation, *small)
@@ -142,7 +142,7 @@ def scenes() -> tuple[list[Scene], list[Scene]]:
     draw = random.Random(0)
     draw.shuffle(combinations)
     held_out, training = combinations[:HELD_OUT], combinations[HELD_OUT:]
-    return [training[i % len(training)] for i in range(PICTURES)], held_out
+    return [training[i % len(training)] for i in range(N_IMAGES)], held_out
 
 
 def _draw_images(table: Path, scenes: list[Scene]) -> None:
