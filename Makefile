@@ -1,8 +1,8 @@
-# `make demo` and `make test` need only Python >= 3.11 and make: they build their own environment in .venv.
+# `make demo` and `make test` need only Python >= 3.11 and make: they create their own environment in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Tests of seconds: `make check` while editing, `make test` before a commit.
+# Tests that take seconds. Run `make check` while editing and `make test` before a commit.
 FAST := data metrics hf/test_files.py hf/test_t5.py nn/test_layers.py nn/test_loss.py generate/test_options.py \
 	generate/test_batches.py generate/test_processors.py tasks/test_denoise.py tasks/test_language.py tasks/test_sheet.py \
 	train/test_checkpoint.py train/test_run.py train/test_tracking.py cli/test_recipe.py cli/test_vocab.py \

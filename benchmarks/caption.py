@@ -1,4 +1,4 @@
-"""Measure captioning with a ViT and a GPT-2, Flaxen and its peers side by side as in run.py. See README.md."""
+"""Measure captioning with ViT + GPT-2 in Flaxen, torch and Flax, in the same way as run.py. See README.md."""
 
 from __future__ import annotations
 

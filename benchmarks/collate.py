@@ -1,4 +1,4 @@
-"""Examples per CPU second of span corruption: Flaxen's, and the per-example way of FlaxDataCollatorForT5MLM."""
+"""Measure span corruption in examples per CPU second: Flaxen against FlaxDataCollatorForT5MLM of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SENTINELS = tuple(range(VOCABULARY - 1, VOCABULARY - 101, -1))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds, of which the median counts")
+    parser.add_argument("--rounds", type=int, default=15, help="number of interleaved rounds; the median counts")
     flags = parser.parse_args()
 
     core = max(os.sched_getaffinity(0))
@@ -32,7 +32,7 @@ def main() -> None:
         return corrupt(store[order[step % len(order)]], size, SENTINELS, EOS, (0, step))
 
     def per_example(step: int) -> tuple[np.ndarray, np.ndarray]:
-        # Rows as arrays favour the old way: its data came as lists of Python integers.
+        # Passing rows as arrays favours the collator of transformers, which used to get lists of Python integers.
         return collate([store[number] for number in order[step % len(order)]], size)
 
     for system in (flaxen, per_example):
@@ -59,7 +59,7 @@ def speed(system: Callable[[int], object], steps: int) -> float:
 
 
 def collate(rows: list[np.ndarray], size: SpanLengths) -> tuple[np.ndarray, np.ndarray]:
-    """The old collator's work: a mask for each row in turn, then sentinels for the whole batch."""
+    """Reimplement the collator of transformers: one mask per row in a loop, then sentinels for the whole batch."""
     ids = np.array(rows)
     noise = np.asarray([noise_mask(size.raw) for _ in rows])
     inputs = without_runs(ids, run_marks(noise.astype(np.int8)))
@@ -68,7 +68,7 @@ def collate(rows: list[np.ndarray], size: SpanLengths) -> tuple[np.ndarray, np.n
 
 
 def noise_mask(length: int) -> np.ndarray:
-    """True at the noise of one row."""
+    """Return a mask [length] that is True for the noise tokens of one row."""
     n_noise = min(max(int(np.round(length * DENSITY)), 1), length - 1)
     n_spans = max(int(np.round(n_noise / MEAN_SPAN)), 1)
     noise, kept = random_parts(n_noise, n_spans), random_parts(length - n_noise, n_spans)
@@ -79,7 +79,7 @@ def noise_mask(length: int) -> np.ndarray:
 
 
 def random_parts(total: int, parts: int) -> np.ndarray:
-    """Sizes of the parts, by shuffling the marks of where a part begins."""
+    """Split `total` into `parts` random sizes by shuffling the positions where a part starts."""
     begins = np.arange(total - 1) < parts - 1
     np.random.shuffle(begins)
     part = np.cumsum(np.pad(begins, [[1, 0]]))
@@ -87,7 +87,7 @@ def random_parts(total: int, parts: int) -> np.ndarray:
 
 
 def run_marks(mask: np.ndarray) -> np.ndarray:
-    """The sentinel at the beginning of each masked run, -1 at the rest of it, 0 elsewhere."""
+    """Return the sentinel id at the start of each masked span, -1 in the rest of it, and 0 elsewhere."""
     begins = mask - np.roll(mask, 1, axis=-1) * mask
     begins[:, 0] = mask[:, 0]
     numbers = np.where(begins != 0, np.cumsum(begins, axis=-1), begins)
@@ -97,7 +97,7 @@ def run_marks(mask: np.ndarray) -> np.ndarray:
 
 
 def without_runs(ids: np.ndarray, marks: np.ndarray) -> np.ndarray:
-    """The rows with their sentinels, without what is marked -1, and eos."""
+    """Replace the start of each masked span by its sentinel, drop positions marked -1, and append eos."""
     marked = np.where(marks != 0, marks, ids)
     rows = marked[marked >= 0].reshape((len(ids), -1))
     return np.concatenate([rows, np.full((len(ids), 1), EOS, dtype=np.int32)], axis=-1)

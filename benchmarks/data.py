@@ -1,4 +1,4 @@
-"""Measure the data side: how fast text becomes tokens, in how much memory, and whether training waits for it."""
+"""Measure the data pipeline: tokenization speed, memory, and whether training waits for batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from run import HERE, others_cpu
 
-# Nothing here may import NumPy or JAX: the peak memory that a child reports starts at its parent's.
+# Do not import NumPy or JAX here: the peak memory of a child process starts at that of its parent.
 
 Record = dict[str, Any]
 MEASURES = ("tokenize", "memory", "feed")
@@ -29,11 +29,15 @@ SYSTEMS = ("datasets", "flaxen", "flaxen-json")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("measure", choices=[*MEASURES, "all"], nargs="?", default="all")
-    parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved (tokenize, feed)")
-    parser.add_argument("--large", action="store_true", help="memory: 1 GB of text too (needs 3 GB of disk)")
+    parser.add_argument(
+        "--cores", type=int, default=1, help="number of cores; ratios are of CPU time for 1 core, of wall time for more"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of interleaved rounds (tokenize, feed)")
+    parser.add_argument("--large", action="store_true", help="memory: also measure 1 GB of text (needs 3 GB of disk)")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
-    parser.add_argument("--tiny", action="store_true", help="little text: shows that all run, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="very little text, to check that everything runs; the figures mean nothing"
+    )
     flags = parser.parse_args()
     available = sorted(os.sched_getaffinity(0))
     if not 1 <= flags.cores <= len(available):
@@ -53,22 +57,24 @@ def main() -> None:
                 case "feed":
                     data.feed(flags.rounds)
                     console.print(feed_table(data.samples["feed"], flags.cores))
-            # Memory does not depend on who else is running.
+            # Other processes do not affect the memory of this one.
             if name != "memory" and (busy := max(record["others"] for record in data.samples[name])) > 0.1:
-                console.print(f"DISTURBED, do not quote: {name} ran beside {busy:.2f} busy cores", style="red")
+                console.print(
+                    f"DISTURBED, do not quote: other processes used {busy:.2f} cores during {name}", style="red"
+                )
     console.print(data.versions(), end="")
     if flags.json:
         flags.json.write_text(json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": data.samples}))
 
 
 class Data:
-    """Runs workers one at a time and keeps what they print: `samples[measure]`."""
+    """Runs worker processes one at a time and collects their records in `samples[measure]`."""
 
     def __init__(self, console: Console, scratch: Path, cores: list[int], tiny: bool) -> None:
         self.console, self.scratch, self.cores, self.tiny = console, scratch, cores, tiny
         self.samples: dict[str, list[Record]] = defaultdict(list)
         self.text, self.vocabulary = scratch / "text.txt", scratch / "vocabulary"
-        self._made(self.text, 1 if tiny else 8)
+        self._write_text(self.text, 1 if tiny else 8)
         size = ["--size", "2000" if tiny else "8000"]
         self._run("corpus.py", "vocabulary", str(self.text), "--out", str(self.vocabulary), *size)
 
@@ -80,16 +86,16 @@ class Data:
 
     def memory(self, sizes: list[float]) -> None:
         for megabytes in sizes:
-            text = self._made(self.scratch / "large.txt", megabytes)
+            text = self._write_text(self.scratch / "large.txt", megabytes)
             for tokenizer in ("bytes", "sentencepiece"):
                 if tokenizer == "sentencepiece" and megabytes > 100:
-                    continue  # some minutes more, and memory does not depend on how text is segmented
+                    continue  # would take minutes, and memory does not depend on the tokenizer
                 vocabulary = [] if tokenizer == "bytes" else ["--vocabulary", str(self.vocabulary)]
                 flags = ["--text", str(text), *vocabulary]
                 self._worker("memory", {"tokenizer": tokenizer}, "store_memory.py", *flags)
 
     def feed(self, rounds: int) -> None:
-        # Short rounds, and many: a busy machine changes its pace within a minute by more than what is looked for.
+        # Many short rounds: within a minute, the speed of a busy machine varies by more than the effect to be measured.
         flags = ["--text", str(self.text), "--vocabulary", str(self.vocabulary), "--rounds", str(6 * rounds)]
         self._worker("feed", {}, "feeding.py", *flags, *["--tiny"] * self.tiny)
 
@@ -100,12 +106,12 @@ class Data:
     def _all(self) -> list[Record]:
         return [record for records in self.samples.values() for record in records]
 
-    def _made(self, text: Path, megabytes: float) -> Path:
+    def _write_text(self, text: Path, megabytes: float) -> Path:
         self._run("corpus.py", "text", str(text), "--megabytes", str(megabytes))
         return text
 
     def _worker(self, measure: str, about: Record, script: str, *flags: str) -> None:
-        """Run one process with an empty directory of its own."""
+        """Run one worker in a temporary directory and collect its records."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as empty:
             pinned = ["--scratch", empty, "--pin", *map(str, self.cores)]
             started, busy = time.time(), others_cpu()
@@ -113,7 +119,7 @@ class Data:
         seconds = time.time() - started
         others = (others_cpu() - busy) / seconds
         name = " ".join([measure, *about.values()])
-        self.console.print(f"  {name}: {seconds:.0f} s in all, others used {others:.2f} cores", style="dim")
+        self.console.print(f"  {name}: {seconds:.0f} s in total, other processes used {others:.2f} cores", style="dim")
         records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         self.samples[measure] += [record | about | {"others": others} for record in records]
 
@@ -130,7 +136,7 @@ def tokenize_table(records: list[Record], cores: int) -> Table:
     runs = [record for record in records if "tokens" in record]
     clock = report.clock(cores)
     table = _table(
-        f"tokenize: {runs[0]['megabytes']:.1f} MB of text to training rows",
+        f"tokenize: from {runs[0]['megabytes']:.1f} MB of text to training rows",
         ["system", "wall s (min)", "CPU s (min)", f"MB/{clock} s", "speed / datasets", "peak GB", "tokens", "in rows"],
     )
     of = {system: [record for record in runs if record["system"] == system] for system in SYSTEMS}
@@ -155,12 +161,12 @@ def memory_table(records: list[Record]) -> Table:
         "text MB",
         "tokens",
         "after imports",
-        "built",
-        "2,000 batches read",
+        "after building",
+        "after 2,000 batches",
         "build CPU s",
         "read CPU s",
     ]
-    table = _table("memory: peak resident MB of a process that builds a store and reads it", headers)
+    table = _table("memory: peak resident MB while building a token store and reading it", headers)
     for record in sorted(records, key=lambda record: (record["tokenizer"], record["megabytes"])):
         peaks = [f"{gigabytes * 1024:.0f}" for gigabytes in record["peaks"].values()]
         seconds = [f"{record[name]['cpu']:.1f}" for name in ("build", "read")]
@@ -169,18 +175,20 @@ def memory_table(records: list[Record]) -> Table:
 
 
 def feed_table(records: list[Record], cores: int) -> Table:
-    headers = ["batches", "wall ms / step", "CPU ms / step", "waited ms / step"]
-    table = _table("feed: a training step with fresh batches, and with one that is always there", headers)
+    headers = ["batches", "wall ms / step", "CPU ms / step", "waiting ms / step"]
+    table = _table("feed: a training step with batches from the loader, and with a constant batch", headers)
     of = {name: [record for record in records if record.get("feed") == name] for name in ("constant", "loader")}
-    for name, mine in of.items():
-        table.add_row(name, *[_spread([1e3 * record[what] for record in mine]) for what in ("wall", "cpu", "waited")])
+    for name, samples in of.items():
+        table.add_row(
+            name, *[_spread([1e3 * record[what] for record in samples]) for what in ("wall", "cpu", "waited")]
+        )
     clock = report.clock(cores)
     pairs = [ours[clock] / other[clock] for ours, other in zip(of["loader"], of["constant"])]
     of_medians = median(r[clock] for r in of["loader"]) / median(r[clock] for r in of["constant"])
     making = 1e3 * median(record["making"] for record in records if "making" in record)
     table.caption = (
         f"loader / constant, {clock} time: {of_medians:.3f}; of {len(pairs)} pairs {_spread(pairs, '.3f')}\n"
-        f"Making a batch takes the loader {making:.2f} CPU ms."
+        f"The loader takes {making:.2f} CPU ms per batch."
     )
     return table
 

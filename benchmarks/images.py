@@ -1,4 +1,4 @@
-"""Measure how fast JPEG files become pixels, and in how much memory. See README.md."""
+"""Measure speed and memory of decoding and preprocessing JPEG files. See README.md."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from rich.console import Console
 from rich.table import Table
 from run import HERE, PEERS_PYTHON, Ended, System, watch
 
-# Nothing here may import NumPy or Pillow: the peak memory that a child reports starts at its parent's.
+# Do not import NumPy or Pillow here: the peak memory of a child process starts at that of its parent.
 
 MEASURES = ("speed", "memory")
 OURS = System("preprocessing.py", needs="PIL")
-SYSTEMS = {  # and Flaxen's threads, each with a core of its own
+SYSTEMS = {  # the worker, and the number of threads, each of which gets its own core
     "transformers": (System("preprocessing.py", needs="transformers", python=PEERS_PYTHON), 1),
     "flaxen, 1 thread": (OURS, 1),
     "flaxen, 2 threads": (OURS, 2),
 }
-TOLERANCE = 1e-6  # of pixels, which are in -1 … 1
+TOLERANCE = 1e-6  # largest accepted difference of pixels, which are between -1 and 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("measure", choices=[*MEASURES, "all"], nargs="?", default="all")
-    parser.add_argument("--rounds", type=int, default=3, help="processes per system, interleaved with the others'")
+    parser.add_argument("--rounds", type=int, default=3, help="number of processes per system; systems alternate")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls in each process")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
-    parser.add_argument("--tiny", action="store_true", help="a few pictures: shows that all run, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="only a few images, to check that everything runs; the figures mean nothing"
+    )
     flags = parser.parse_args()
     if problem := OURS.missing():
         parser.error(problem)
@@ -55,18 +57,18 @@ def main() -> None:
 
 
 class Bench:
-    """Runs workers one at a time, and keeps what they print or why they failed."""
+    """Runs worker processes one at a time and collects their records or the reason of their failure."""
 
     def __init__(self, console: Console, scratch: Path, tiny: bool, measures: tuple[str, ...]) -> None:
         self.console, self.scratch = console, scratch
         self.files, self.block, self.rows = (16, 8, (20, 40)) if tiny else (512, 256, (1000, 20_000))
         self.samples: list[Record] = []
-        self.failures: dict[str, str] = {}  # by system; one that failed is not run again
+        self.failures: dict[str, str] = {}  # by system; a failed system is not run again
         self.cores = sorted(os.sched_getaffinity(0))
         numbers = ["--files", str(self.files), "--rows", *map(str, self.rows if "memory" in measures else ())]
         ended = self._watch(System("pictures.py", needs="PIL"), [str(scratch / "pictures"), *numbers], silent=True)
         if ended.failure:
-            raise SystemExit(f"could not make the pictures: {ended.failure}")
+            raise SystemExit(f"could not generate the images: {ended.failure}")
 
     def speed(self, rounds: int, repeats: int) -> None:
         for name, (system, threads) in SYSTEMS.items():
@@ -89,9 +91,9 @@ class Bench:
         self.console.print(speed_table(of, off))
         for name, differences in off.items():
             if (wrong := max(differences)) > TOLERANCE:
-                self.console.print(f"DIFFERENT WORK: a pixel of {name} is {wrong:.2g} off", style="red")
+                self.console.print(f"DIFFERENT WORK: pixels of {name} differ by up to {wrong:.2g}", style="red")
         if (busy := max((r["others"] for records in of.values() for r in records), default=0.0)) > 0.1:
-            self.console.print(f"DISTURBED, do not quote: it ran beside {busy:.2f} busy cores", style="red")
+            self.console.print(f"DISTURBED, do not quote: other processes used {busy:.2f} cores", style="red")
         for name, failure in self.failures.items():
             self.console.print(f"{name}: {failure}", style="red", markup=False)
 
@@ -106,7 +108,7 @@ class Bench:
         return self.scratch / "pictures" / folder / "table.jsonl"
 
     def _worker(self, name: str, system: System, threads: int, *flags: str) -> None:
-        """One process, with a core for each thread if there are enough."""
+        """Run one process, with a core for each thread if there are enough."""
         cores = ["--pin", *map(str, self.cores[:threads])]
         ended = self._watch(system, [*flags, "--threads", str(threads), *cores])
         if ended.failure:
@@ -121,13 +123,13 @@ class Bench:
 
 
 def speed_table(of: dict[str, list[Record]], off: dict[str, list[float]]) -> Table:
-    """Images per second of each system, and how many times the first one's that is."""
+    """Images per second of each system, and its ratio to the first system."""
     speeds = {
         name: {clock: median(record["images"] / record[clock] for record in records) for clock in ("cpu", "wall")}
         for name, records in of.items()
     }
     first = next(iter(of), "")
-    result = Table(title="speed: JPEG files of about 500 x 375 to pixels of 224 x 224", title_justify="left")
+    result = Table(title="speed: from JPEG files of about 500 x 375 to pixels of 224 x 224", title_justify="left")
     ratios = [f"{clock} speed / {first}" for clock in ("CPU", "wall")]
     for header in ("system", "images / CPU s", "images / wall s", *ratios, "peak GB", "largest difference"):
         result.add_column(header, justify="left" if header == "system" else "right")
@@ -140,9 +142,9 @@ def speed_table(of: dict[str, list[Record]], off: dict[str, list[float]]) -> Tab
 
 
 def memory_table(records: list[Record], files: int) -> Table:
-    title = f"memory: peak resident MB of a process that reads all pictures of a table; {files} files, many names"
+    title = f"memory: peak resident MB while reading all images of a table (hard links to {files} files)"
     result = Table(title=title, title_justify="left")
-    for header in ("rows", "after imports", "table read", "all pictures read", "CPU s"):
+    for header in ("rows", "after imports", "after the table", "after all images", "CPU s"):
         result.add_column(header, justify="right")
     for record in records:
         peaks = [f"{gigabytes * 1024:.0f}" for gigabytes in record["peaks"].values()]

@@ -1,4 +1,4 @@
-"""Measure LongT5 over growing inputs: one process per system, attention, length and workload. See README.md."""
+"""Measure LongT5 on inputs of growing length: one process per system, attention, length and workload. See README.md."""
 
 from __future__ import annotations
 
@@ -19,33 +19,43 @@ from rich.table import Table
 from run import OUT_OF_MEMORY, SYSTEMS, launch
 from workers.workloads import long_sizes_and_works
 
-# Nothing here may import NumPy, JAX or torch: the peak memory that a child reports starts at its parent's.
+# Do not import NumPy, JAX or torch here: the peak memory of a child process starts at that of its parent.
 
 ATTENTIONS = ("local", "transient-global")
 WORKLOADS = ("loss", "generate")
 LENGTHS, TINY_LENGTHS = (1024, 4096, 8192, 16384), (64, 128)
-PEERS_UP_TO = 16384  # beyond, only Flaxen is measured
+PEERS_UP_TO = 16384  # longer inputs are measured with Flaxen only
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help=f"tokens of the input; {LENGTHS}")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", metavar="N", help=f"input lengths in tokens (default: {LENGTHS})"
+    )
     parser.add_argument("--attention", choices=ATTENTIONS, nargs="+", default=list(ATTENTIONS))
     parser.add_argument("--workloads", choices=WORKLOADS, nargs="+", default=list(WORKLOADS))
     parser.add_argument("--systems", choices=list(SYSTEMS), nargs="+", default=list(SYSTEMS), metavar="SYSTEM")
-    parser.add_argument("--remat", action="store_true", help="flaxen computes layers again instead of keeping them")
-    parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
-    parser.add_argument("--rounds", type=int, default=1, help="processes per system, interleaved with the others'")
+    parser.add_argument(
+        "--remat",
+        action="store_true",
+        help="flaxen: recompute layers in the backward pass instead of storing activations",
+    )
+    parser.add_argument(
+        "--cores", type=int, default=1, help="number of cores; ratios are of CPU time for 1 core, of wall time for more"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="number of processes per system; systems alternate")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls in each process")
-    parser.add_argument("--limit-gb", type=float, default=20.0, help="a process with more memory than this is killed")
+    parser.add_argument("--limit-gb", type=float, default=20.0, help="kill a process that uses more memory than this")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that all run, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes, to check that everything runs; the figures mean nothing"
+    )
     flags = parser.parse_args()
     available = sorted(os.sched_getaffinity(0))
     if not 1 <= flags.cores <= len(available):
         parser.error(f"--cores {flags.cores}: this process may use {len(available)}")
     if problem := SYSTEMS["torch"].missing():
-        parser.error(f"the random model needs torch. {problem}")
+        parser.error(f"creating the random model requires torch; {problem}")
     flags.lengths = sorted(set(flags.lengths or (TINY_LENGTHS if flags.tiny else LENGTHS)))
 
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -73,7 +83,7 @@ def main() -> None:
 
 
 class Case(NamedTuple):
-    """What one process measures."""
+    """The measurement of one process."""
 
     attention: str
     workload: str
@@ -82,7 +92,7 @@ class Case(NamedTuple):
 
 
 class Bench:
-    """Runs workers one at a time, and keeps what they print or why they failed."""
+    """Runs worker processes one at a time and collects their records or the reason of their failure."""
 
     def __init__(self, console: Console, scratch: Path, cores: list[int], flags: argparse.Namespace) -> None:
         self.console, self.scratch, self.cores, self.flags = console, scratch, cores, flags
@@ -91,7 +101,7 @@ class Bench:
         self.missing = {name: problem for name in flags.systems if (problem := SYSTEMS[name].missing())}
 
     def prepare(self, attention: str) -> None:
-        """Make the random model with torch, and the copy of it that Flax can read."""
+        """Create the random model with torch, and convert it to a format that Flax can read."""
         with_flax = "flax" in self.flags.systems and "flax" not in self.missing
         for name in ("torch", "flax") if with_flax else ("torch",):
             ended = launch(SYSTEMS[name], "prepare", self._worker_flags(attention), self.scratch / "cache" / "prepare")
@@ -104,7 +114,7 @@ class Bench:
             if name in self.missing or case in self.failures or (name in PEERS and length > PEERS_UP_TO):
                 continue
             more = ["--source", str(length), *["--remat"] * (self.flags.remat and name not in PEERS)]
-            # A compilation cache of its own for each system: rounds after the first do not compile again.
+            # Each system has its own compilation cache, so that only the first round compiles.
             cache = self.scratch / "cache" / name
             ended = launch(SYSTEMS[name], workload, self._worker_flags(attention) + more, cache, self.flags.limit_gb)
             if ended.failure:
@@ -115,7 +125,7 @@ class Bench:
 
     def show(self, attention: str, workload: str) -> None:
         mine = {case: records for case, records in self.samples.items() if case[:2] == (attention, workload)}
-        # One that failed in a later round has no figures.
+        # A case that failed in a later round has no figures.
         figures = {
             case: Figures(records, len(self.cores)) for case, records in mine.items() if case not in self.failures
         }
@@ -128,7 +138,7 @@ class Bench:
             if workload == "loss" and (wrong := report.disagreement(systems)):
                 self.console.print(f"DIFFERENT WORK at {length:,}: {wrong}", style="red", markup=False)
         if (busy := max((record["others"] for records in mine.values() for record in records), default=0.0)) > 0.1:
-            self.console.print(f"DISTURBED, do not quote: it ran beside {busy:.2f} busy cores", style="red")
+            self.console.print(f"DISTURBED, do not quote: other processes used {busy:.2f} cores", style="red")
         for case in [case for case in mine if case in self.failures]:
             self.console.print(f"{case.system} at {case.length:,}: {self.failures[case]}", style="red", markup=False)
         for name, problem in self.missing.items():
@@ -150,18 +160,18 @@ class Bench:
 
 
 class Figures:
-    """The best call of all rounds, the largest peak, and what came out."""
+    """Times of the fastest call over all rounds, the largest peak memory, and the result."""
 
     def __init__(self, records: list[Record], cores: int) -> None:
         calls = [record for record in records if "wall" in record]
         self.cpu, self.wall = (min(call[clock] for call in calls) for clock in ("cpu", "wall"))
-        self.seconds = min(call[report.clock(cores)] for call in calls)  # what ratios are of
+        self.seconds = min(call[report.clock(cores)] for call in calls)  # the time that ratios are computed from
         self.peak_gb = max(call["peak_gb"] for call in calls)
         self.result = calls[-1]["result"]
 
 
 def table(title: str, cases: list[Case], figures: dict[Case, Figures], failures: dict[Case, str], cores: int) -> Table:
-    """A row for each length and system, with its ratios to the peers at that length."""
+    """One row per length and system, with ratios to torch and Flax at that length."""
     clock = {"cpu": "CPU", "wall": "wall"}[report.clock(cores)]
     peers = [peer for peer in PEERS if any(case.system == peer for case in cases)]
     generates = any(case.workload == "generate" for case in cases)
@@ -197,7 +207,7 @@ def table(title: str, cases: list[Case], figures: dict[Case, Figures], failures:
 
 
 def growth(figures: dict[Case, Figures]) -> Table | None:
-    """How Flaxen's time and memory grow from each length to the next; None if there is only one."""
+    """Growth of Flaxen's time and memory from each length to the next; None if there is only one length."""
     result = Table(title="growth", title_justify="left")
     for header in ("system", "input", "time ×", "exponent of time", "peak ×"):
         result.add_column(header, justify="left" if header in ("system", "input") else "right")

@@ -1,4 +1,4 @@
-"""From samples to tables: medians, ratios to the peers, and how close to the machine's GEMM peak."""
+"""Tables of benchmark results: medians, ratios to the peers, and the fraction of the machine's GEMM peak."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from workers.workloads import Sizes, Work, flops
 PEERS = ("torch", "flax")
 PHASES = ("import", "load", "generate", "loss")
 Record = dict[str, Any]
-Samples = dict[str, dict[str, list[Record]]]  # workload -> system -> what its workers printed
+Samples = dict[str, dict[str, list[Record]]]  # workload -> system -> records of its workers
 
 
 def clock(cores: int) -> str:
-    """CPU time on one core; wall time on more, where torch's waiting threads burn CPU time for nothing."""
+    """Choose CPU time on one core, and wall time on more, because waiting threads of torch consume CPU time."""
     return "cpu" if cores == 1 else "wall"
 
 
 def gemm_peaks(samples: Samples, cores: int) -> dict[str, float]:
-    """The best GFLOP/s that any library reached in this run, for each precision."""
+    """Best GFLOP/s that any library reached in this run, by precision."""
     peaks: dict[str, float] = {}
     for record in samples["gemm"]["gemm"]:
         if "flops" in record:
@@ -30,13 +30,13 @@ def gemm_peaks(samples: Samples, cores: int) -> dict[str, float]:
 
 
 def work_table(workload: str, samples: Samples, cores: int, sizes: Sizes, work: Work) -> Table:
-    """One row per system, for a workload that is repeated in a warm process."""
+    """Table of a workload that is repeated in a warm process: one row per system."""
     repeats = {name: [r for r in records if "wall" in r] for name, records in samples[workload].items()}
     seconds = {name: median(r[clock(cores)] for r in records) for name, records in repeats.items()}
     memory = {name: max(r["peak_gb"] for r in records) for name, records in repeats.items()}
     results = {name: records[-1]["result"] for name, records in repeats.items()}
     peaks = gemm_peaks(samples, cores)
-    # Time is compared where less is better (a loss), speed where tokens are counted.
+    # Losses are compared by time (lower is better), generation by speed (higher is better).
     ratio = "speed" if work.beams else "time"
 
     result = Table(title=f"{workload}: {_describe(work, sizes)}", title_justify="left")
@@ -56,7 +56,7 @@ def work_table(workload: str, samples: Samples, cores: int, sizes: Sizes, work: 
         row.append(f"{memory[name]:.2f}")
         if work.beams:
             row.append(f"{work.new_tokens / seconds[name]:.1f}")
-        # bf16 is only faster where the processor has it, so its ceiling is the better of the two.
+        # bf16 is only faster on processors with bf16 instructions, so its ceiling is the better of the two peaks.
         peak = max(peaks.values()) if name.endswith("bf16") else peaks["f32"]
         speed = flops(work, sizes) / seconds[name] / 1e9
         row.append(f"{speed:.3g} ({speed / peak:.0%})")
@@ -73,7 +73,7 @@ def work_table(workload: str, samples: Samples, cores: int, sizes: Sizes, work: 
 
 
 def cold_table(samples: Samples, cores: int) -> Table:
-    """Two rows per system: a start with an empty compilation cache, and the next one."""
+    """Table of cold starts, two rows per system: with an empty compilation cache, and with the cache of the first."""
     totals: dict[tuple[str, str], float] = {}
     cells: dict[tuple[str, str], list[str]] = {}
     for name, records in samples["cold"].items():
@@ -99,48 +99,52 @@ def cold_table(samples: Samples, cores: int) -> Table:
 
 
 def disturbed(workload: str, samples: Samples, limit: float = 0.1) -> str:
-    """The systems that had to share the machine, and with how many cores' worth of other processes."""
+    """Describe which systems were disturbed by other processes, and how many cores those used."""
     systems = samples.get(workload, {})
     worst = {name: max(record["others"] for record in records) for name, records in systems.items()}
-    # The GEMM peak is the best of its processes, so one that ran alone is enough.
+    # The GEMM peak is the best of several processes, so one undisturbed process is enough.
     worst["gemm"] = min(record["others"] for record in samples["gemm"]["gemm"])
-    return ", ".join(f"{name} ran beside {cores:.2f} busy cores" for name, cores in worst.items() if cores > limit)
+    return ", ".join(
+        f"{name} ({cores:.2f} cores used by other processes)" for name, cores in worst.items() if cores > limit
+    )
 
 
 def disagreement(systems: dict[str, list[Record]]) -> str:
-    """Systems whose loss went another way than the first one's: they did other work, and their times mean nothing."""
+    """Describe systems whose loss differs from that of the first: they did different work, and times mean nothing."""
     losses = {
         name: [record["result"]["loss"] for record in records if "result" in record][-1]
         for name, records in systems.items()
     }
     first, expected = next(iter(losses.items()))
-    # The first updates of AdamW are near the signs of the gradients, some of which are rounding.
+    # The first updates of AdamW are close to the sign of the gradient, which for some weights is rounding noise.
     limits = {name: 2e-2 if "bf16" in (name[-4:], first[-4:]) else 1e-3 for name in losses}
     wrong = {name: loss for name, loss in losses.items() if not abs(loss - expected) <= limits[name]}
-    return ", ".join(f"{name}'s last loss is {loss:.5f}, {first}'s {expected:.5f}" for name, loss in wrong.items())
+    return ", ".join(
+        f"the last loss of {name} is {loss:.5f}, that of {first} {expected:.5f}" for name, loss in wrong.items()
+    )
 
 
 def footer(samples: Samples, cores: int) -> str:
-    """The ceiling that the tables refer to, the clock of the ratios, and the versions measured."""
+    """Describe the GEMM peak, the clock that ratios are based on, and the versions of all libraries."""
     peaks = ", ".join(f"{speed:.0f} GFLOP/s {name}" for name, speed in gemm_peaks(samples, cores).items())
-    lines = [f"GEMM peak: {peaks}. Ratios are of {clock(cores)} time, medians; {cores} core(s)."]
+    lines = [f"GEMM peak: {peaks}. Ratios are of median {clock(cores)} times on {cores} core(s)."]
     named = [(name, record) for systems in samples.values() for name in systems for record in systems[name]]
     return "\n".join([*lines, *versions(named)])
 
 
 def versions(records: list[tuple[str, Record]]) -> list[str]:
-    """A line for each system, from what its workers printed."""
-    found = {name: record["versions"] for name, record in records if "versions" in record}
-    return [f"{name}: " + " ".join(map(" ".join, used.items())) for name, used in found.items()]
+    """One line of library versions per system."""
+    by_system = {name: record["versions"] for name, record in records if "versions" in record}
+    return [f"{name}: " + " ".join(map(" ".join, used.items())) for name, used in by_system.items()]
 
 
 def _describe(work: Work, sizes: Sizes) -> str:
-    given = f"batch {work.batch}, " + (f"pictures of {sizes.image} px" if sizes.image else f"{work.source} in")
+    inputs = f"batch {work.batch}, " + (f"images of {sizes.image} px" if sizes.image else f"{work.source} in")
     if work.beams == 0:
         what = "forward + backward + AdamW" if work.update else "forward + backward"
-        return f"{what}, {given}, {work.target} out"
-    how = "greedy" if work.beams == 1 else f"{work.beams} beams"
-    return f"{how}, {given}, {work.target} new tokens"
+        return f"{what}, {inputs}, {work.target} out"
+    search = "greedy" if work.beams == 1 else f"{work.beams} beams"
+    return f"{search}, {inputs}, {work.target} new tokens"
 
 
 def _check(work: Work) -> str:
@@ -153,6 +157,6 @@ def loss_cell(result: Record) -> str:
 
 
 def agreement(tokens: list[list[int]], reference: list[list[int]]) -> float:
-    """The share of positions at which two systems chose the same token."""
+    """Fraction of positions at which two systems generated the same token."""
     pairs = [pair for row, other in zip(tokens, reference) for pair in zip(row, other)]
     return sum(a == b for a, b in pairs) / len(pairs)

@@ -1,4 +1,4 @@
-"""Measure Flaxen and its peers side by side, one process per system, and print the ratios. See README.md."""
+"""Measure Flaxen, torch and Flax side by side, one process per system, and print the ratios. See README.md."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import report
 from rich.console import Console
 from workers.workloads import Sizes, Work, sizes_and_works
 
-# Nothing here may import NumPy, JAX or torch: the peak memory that a child reports starts at its parent's.
+# Do not import NumPy, JAX or torch here: the peak memory of a child process starts at that of its parent.
 
 HERE = Path(__file__).resolve().parent
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
 
 WORKLOADS = ("loss", "train", "generate", "beam", "cold")
-POLL = 0.1  # seconds between two looks at a worker's memory
-OUT_OF_MEMORY = "out of memory"  # how the failure of such a worker begins
+POLL = 0.1  # seconds between two checks of a worker's memory
+OUT_OF_MEMORY = "out of memory"  # prefix of the failure message of such a worker
 SHORT_OF_MEMORY = r"(?i)out of memory|can't allocate memory|RESOURCE_EXHAUSTED|bad_alloc|MemoryError"
 
 Record = dict[str, Any]
@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class System:
-    """A worker script, the Python that runs it, and what must be installed for it."""
+    """A worker script, the Python that runs it, and the module it requires."""
 
     script: str
     needs: str
@@ -47,8 +47,9 @@ class System:
     workloads: tuple[str, ...] = WORKLOADS
 
     def missing(self) -> str | None:
+        """Return why the system cannot run, or None."""
         if not self.python.exists():
-            return "not installed: make bench-peers"
+            return "not installed; run: make bench-peers"
         if self.python == Path(sys.executable) and find_spec(self.needs) is None:
             return f"not installed: no module {self.needs!r} in this environment; use the one that make builds"
         return None
@@ -71,19 +72,23 @@ def main(
 ) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("workload", choices=[*workloads, "all"], nargs="?", default="all")
-    parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
-    parser.add_argument("--rounds", type=int, default=3, help="processes per system, interleaved with the others'")
+    parser.add_argument(
+        "--cores", type=int, default=1, help="number of cores; ratios are of CPU time for 1 core, of wall time for more"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of processes per system; systems alternate")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls in each process")
     parser.add_argument("--systems", choices=list(systems), nargs="+", default=list(systems), metavar="SYSTEM")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that all run, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes, to check that everything runs; the figures mean nothing"
+    )
     flags = parser.parse_args()
 
     available = sorted(os.sched_getaffinity(0))
     if not 1 <= flags.cores <= len(available):
         parser.error(f"--cores {flags.cores}: this process may use {len(available)}")
     if problem := GEMM.missing():
-        parser.error(f"the random model and the GEMM peak need torch. {problem}")
+        parser.error(f"the random model and the GEMM peak require torch; {problem}")
 
     console = Console(width=None if sys.stdout.isatty() else 150)
     with tempfile.TemporaryDirectory(prefix="flaxen-bench-") as scratch:
@@ -105,7 +110,7 @@ def main(
 
 
 class Bench:
-    """Runs workers one at a time and keeps what they print: `samples[workload][system]`."""
+    """Runs worker processes one at a time and collects their records in `samples[workload][system]`."""
 
     def __init__(
         self,
@@ -122,13 +127,13 @@ class Bench:
         self.repeats, self.tiny = repeats, tiny
         self.systems, self.sizes, self.works = systems, sizes, works
         self.samples: dict[str, dict[str, list[Record]]] = {}
-        self.failures: dict[str, str] = {}  # by system; one that failed is not run again
+        self.failures: dict[str, str] = {}  # by system; a failed system is not run again
 
     def prepare(self, names: list[str]) -> None:
-        """Make the random model with torch, and the copy of it that Flax can read."""
+        """Create the random model with torch, and convert it to a format that Flax can read."""
         self._worker("torch", self.systems["torch"], "prepare")
         if "torch" in self.failures:
-            raise SystemExit(f"could not make the random model: {self.failures['torch']}")
+            raise SystemExit(f"could not create the random model: {self.failures['torch']}")
         for name in names:
             if problem := self.systems[name].missing():
                 self.failures[name] = problem
@@ -174,10 +179,10 @@ class Bench:
             self.samples.setdefault(workload, {}).setdefault(name, []).extend(records)
 
     def _worker(self, name: str, system: System, workload: str, cache: str = "prepare") -> list[Record]:
-        """Run one process to its end; what it printed, or nothing and an entry in `failures`."""
+        """Run one process and return its records; if it fails, return none and add it to `failures`."""
         flags = ["--model-dir", str(self.scratch / "model"), "--repeats", str(self.repeats)]
         flags += ["--pin", *map(str, self.cores), *["--tiny"] * self.tiny]
-        # A compilation cache of its own for each system: rounds after the first do not compile again.
+        # Each system has its own compilation cache, so that only the first round compiles.
         ended = launch(system, workload, flags, self.scratch / "cache" / cache)
         if ended.failure:
             self.failures[name] = f"failed in {workload}: {ended.failure}"
@@ -189,25 +194,25 @@ class Bench:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a worker: what it printed, or why it failed."""
+    """The result of a worker process: its records, or why it failed."""
 
     records: list[Record]
     failure: str | None
     seconds: float
-    others: float  # cores that other processes used meanwhile
+    others: float  # average number of cores used by other processes meanwhile
 
     def __str__(self) -> str:
-        return f"{self.seconds:.0f} s in all, others used {self.others:.2f} cores"
+        return f"{self.seconds:.0f} s in total, other processes used {self.others:.2f} cores"
 
 
 def launch(system: System, workload: str, flags: list[str], cache: Path, limit_gb: float = math.inf) -> Ended:
-    """Run a worker to its end, or until it has more than `limit_gb` of memory."""
+    """Run a worker; kill it if it uses more than `limit_gb` of memory."""
     command = [str(system.python), str(HERE / "workers" / system.script), workload, "--precision", system.precision]
     return watch([*command, *flags, "--started", str(time.time())], cache, limit_gb, silent=workload == "prepare")
 
 
 def watch(command: list[str], cache: Path, limit_gb: float = math.inf, silent: bool = False) -> Ended:
-    """Run a process to its end, or until it has more than `limit_gb`. Unless `silent`, it prints records."""
+    """Run a process; kill it if it uses more than `limit_gb`. Printing no records is a failure, unless `silent`."""
     environment = os.environ | {
         "XDG_CACHE_HOME": str(cache),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -227,7 +232,7 @@ def watch(command: list[str], cache: Path, limit_gb: float = math.inf, silent: b
                 if resident > limit_gb:
                     process.kill()
     finally:
-        process.kill()  # if we were interrupted; nothing happens to one that has ended
+        process.kill()  # in case we were interrupted; no effect on a process that has ended
     seconds = time.time() - started
     others = (others_cpu() - busy) / seconds
     records = [json.loads(line) | {"others": others} for line in stdout.splitlines() if line.startswith("{")]
@@ -236,19 +241,19 @@ def watch(command: list[str], cache: Path, limit_gb: float = math.inf, silent: b
         failure = f"{OUT_OF_MEMORY}: more than {limit_gb:g} GB"
     elif process.returncode != 0 or not (silent or records):
         reason = (stderr.strip().splitlines() or ["no message"])[-1]
-        # The kernel kills, torch and XLA raise.
+        # Out of memory: the kernel kills the process, torch and XLA raise exceptions.
         short = process.returncode == -signal.SIGKILL or re.search(SHORT_OF_MEMORY, stderr)
         failure = f"{OUT_OF_MEMORY}: " * bool(short) + f"exit {process.returncode}, {reason}"
     return Ended([] if failure else records, failure, seconds, others)
 
 
 def resident_gb(pid: int) -> float:
-    """What a process has in memory now (Linux)."""
+    """Current resident memory of a process (Linux)."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def others_cpu() -> float:
-    """CPU seconds since boot of all processes but our finished children (Linux; time the host stole counts)."""
+    """CPU seconds since boot of all processes except our finished children (Linux; includes stolen time)."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     ticks = user + nice + system + irq + softirq + steal

@@ -1,4 +1,4 @@
-"""Measure how long `flaxen train denoise` takes to its first step: with empty caches, again, and after a kill."""
+"""Measure the time to the first step of `flaxen train denoise`: with empty caches, with warm caches, and resuming."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from run import HERE, others_cpu
 Record = dict[str, Any]
 STARTS = {
     "first": "empty caches",
-    "second": "the same command in another directory: tokens and compiled programs are there",
-    "resumed": "the first run, killed after its first checkpoint",
+    "second": "the same command in another directory: tokens and compiled programs are cached",
+    "resumed": "the first run, resumed after a kill at its first checkpoint",
 }
 TINY = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 POLL = 0.02  # seconds
@@ -29,15 +29,21 @@ POLL = 0.02  # seconds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cores", type=int, default=1, help="1: ratios of CPU time; more: of wall time")
-    parser.add_argument("--rounds", type=int, default=1, help="of all three starts, each with caches of its own")
+    parser.add_argument(
+        "--cores", type=int, default=1, help="number of cores; ratios are of CPU time for 1 core, of wall time for more"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="number of rounds of all three starts, each round with its own caches"
+    )
     parser.add_argument("--json", type=Path, help="write every sample to this file")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that all run, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model, to check that everything runs; the figures mean nothing"
+    )
     flags = parser.parse_args()
     available = sorted(os.sched_getaffinity(0))
     if not 1 <= flags.cores <= len(available):
         parser.error(f"--cores {flags.cores}: this process may use {len(available)}")
-    os.sched_setaffinity(0, available[: flags.cores])  # and so the processes started from here
+    os.sched_setaffinity(0, available[: flags.cores])  # inherited by child processes
 
     console = Console(width=None if sys.stdout.isatty() else 150)
     samples: list[Record] = []
@@ -48,13 +54,13 @@ def main() -> None:
                 samples += starts(console, model, Path(caches))
     console.print(table(samples, flags.cores))
     if (busy := max(sample["others"] for sample in samples)) > 0.1:
-        console.print(f"DISTURBED, do not quote: the starts ran beside {busy:.2f} busy cores", style="red")
+        console.print(f"DISTURBED, do not quote: other processes used {busy:.2f} cores", style="red")
     if flags.json:
         flags.json.write_text(json.dumps({"cores": flags.cores, "tiny": flags.tiny, "samples": samples}))
 
 
 def prepare(scratch: Path, tiny: bool) -> list[str]:
-    """Text, a vocabulary of more text than that, and the flags that name them and the model."""
+    """Write a text and a vocabulary, and return the flags that select them and the model."""
     for name, megabytes in (("text.txt", 1), ("more.txt", 4)):
         make_corpus("text", str(scratch / name), "--megabytes", str(megabytes))
     size = ["--size", "2000" if tiny else "8000"]
@@ -71,12 +77,12 @@ def make_corpus(*flags: str) -> None:
 
 
 def starts(console: Console, model: list[str], caches: Path) -> list[Record]:
-    """All three. The caches are empty."""
+    """Measure all three kinds of start, beginning with empty caches."""
     samples = []
     for start in STARTS:
         run = caches / ("second" if start == "second" else "first")
         if start == "resumed":
-            (run / "metrics.jsonl").unlink()  # its first record is then one of the step that we wait for
+            (run / "metrics.jsonl").unlink()  # so that its first record is the first step after resuming
         busy, begun = others_cpu(), time.monotonic()
         with Training(run, model, caches) as training:
             sample = training.until_record(1)
@@ -87,18 +93,18 @@ def starts(console: Console, model: list[str], caches: Path) -> list[Record]:
                 sample["step"] = {clock: after[clock] - sample[clock] for clock in ("wall", "cpu")}
         others = (others_cpu() - busy) / (time.monotonic() - begun)
         console.print(
-            f"  {start}: first step after {sample['wall']:.1f} s, others used {others:.2f} cores", style="dim"
+            f"  {start}: first step after {sample['wall']:.1f} s, other processes used {others:.2f} cores", style="dim"
         )
         samples.append(sample | {"start": start, "others": others})
     return samples
 
 
 class Training:
-    """A training process, which is killed in the end."""
+    """A training process, which is killed on exit."""
 
     def __init__(self, run: Path, model: list[str], caches: Path) -> None:
         command = [sys.executable, "-m", "flaxen.cli.main", "train", "denoise", "--out", str(run), *model]
-        # More steps than anyone waits for. Logged and saved at once, to see the first and to resume behind it.
+        # More steps than will ever be run. Each is logged and saved, to see the first one and to resume after it.
         command += ["--training.batch-size", "8", "--training.steps", "1000"]
         command += ["--training.log-every", "1", "--training.save-every", "1", "--training.eval-every", "0"]
         environment = os.environ | {
@@ -121,7 +127,7 @@ class Training:
         self._errors.close()
 
     def until_record(self, number: int) -> dict[str, Any]:
-        """Seconds from the start of the process until that many steps are recorded, and the step of the last."""
+        """Wait for `number` records; return the seconds since the process started, and the step of the last record."""
         metrics = self.run / "metrics.jsonl"
         lines: list[str] = []
         while len(lines) < number:
@@ -131,7 +137,9 @@ class Training:
         return seconds | {"number": json.loads(lines[number - 1])["step"]}
 
     def until_checkpoint(self) -> None:
-        while not (self.run / "checkpoints" / "1").exists():  # orbax gives it that name when it is complete
+        while not (
+            self.run / "checkpoints" / "1"
+        ).exists():  # orbax renames a checkpoint to its step when it is complete
             self._wait()
 
     def _wait(self) -> None:
@@ -141,7 +149,7 @@ class Training:
         time.sleep(POLL)
 
     def _cpu(self) -> float:
-        """CPU seconds of the process and of children it has waited for (Linux)."""
+        """CPU seconds of the process and its finished children (Linux)."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,4 +1,4 @@
-"""`make parity`: T5 models of four families made here, saved, loaded by Flaxen and by transformers, and compared."""
+"""`make parity`: save random T5 models of four families with Flaxen, load them in transformers, and compare outputs."""
 
 import os
 import tempfile
@@ -33,12 +33,12 @@ TEXTS = [
     "春は曙。",
     "Nine out of ten owls agree. " * 4,
 ]
-NEW = 32
+NEW = 32  # tokens to generate
 
 
 def main() -> None:
     console = Console()
-    console.print("[bold]1. Make a random ByT5, save it in Hugging Face's form, load it, generate[/bold]")
+    console.print("[bold]1. Create a random ByT5, save it in Hugging Face format, load it and generate[/bold]")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "byt5"
         flaxen.create(FAMILIES["ByT5"], seed=0, tokenizer=ByteTokenizer()).save(directory)
@@ -46,12 +46,12 @@ def main() -> None:
         pretrained = flaxen.load(directory)
         console.print(f"  {size(pretrained.model):,} parameters, {pretrained.tokenizer.size} ids")
         (best, second) = pretrained.generate(TEXTS[0], num_beams=4, num_return_sequences=2, max_new_tokens=8)
-        for one in (best, second):
-            console.print(f"  beam score {one.score:7.3f}  tokens {one.tokens}")
-        console.print("  (random weights say random bytes; the numbers below are what matters)\n")
+        for output in (best, second):
+            console.print(f"  beam score {output.score:7.3f}  tokens {output.tokens}")
+        console.print("  (random weights generate random bytes; what matters is the comparison below)\n")
 
-        console.print("[bold]2. The same files in transformers: do both compute the same?[/bold]")
-        table = Table("family", "logits: largest difference", "greedy tokens", "beam-4 tokens", "loads both ways")
+        console.print("[bold]2. Load the same files in transformers and compare[/bold]")
+        table = Table("family", "largest logit difference", "greedy tokens", "beam-4 tokens", "round trip is exact")
         for name, config in FAMILIES.items():
             table.add_row(name, *compare(config, Path(folder) / name))
         console.print(table)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def compare(config: Config, directory: Path) -> tuple[str, ...]:
-    """Flaxen against transformers on one random model."""
+    """Compare Flaxen and transformers on one random model; return the cells of a table row."""
     ours = flaxen.create(config, seed=1, tokenizer=ByteTokenizer())
     ours.save(directory)
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
@@ -73,13 +73,14 @@ def compare(config: Config, directory: Path) -> tuple[str, ...]:
     error = np.abs(ours.logits(batch, decoder, valid) - expected).max() / np.abs(expected).max()
     cells = [f"{error:.1e}"]
     for beams in (1, 4):
-        found = theirs.generate(**tensors, max_new_tokens=NEW, num_beams=beams, do_sample=False)[:, 1:].tolist()
-        mine = [one.tokens for one in ours.generate(TEXTS, max_new_tokens=NEW, num_beams=beams)]
-        same = sum(a == b[: len(a)] and not any(b[len(a) :]) for a, b in zip(mine, found))
+        their_tokens = theirs.generate(**tensors, max_new_tokens=NEW, num_beams=beams, do_sample=False)[:, 1:].tolist()
+        our_tokens = [output.tokens for output in ours.generate(TEXTS, max_new_tokens=NEW, num_beams=beams)]
+        # transformers pads with 0 after the end token.
+        same = sum(a == b[: len(a)] and not any(b[len(a) :]) for a, b in zip(our_tokens, their_tokens))
         cells.append(f"{same} of {len(TEXTS)} equal")
     theirs.save_pretrained(directory / "again")
-    again = flaxen.load(directory / "again").logits(batch, decoder, valid)
-    cells.append("yes, bit for bit" if np.array_equal(again, ours.logits(batch, decoder, valid)) else "NO")
+    reloaded = flaxen.load(directory / "again").logits(batch, decoder, valid)
+    cells.append("yes" if np.array_equal(reloaded, ours.logits(batch, decoder, valid)) else "NO")
     return tuple(cells)
 
 

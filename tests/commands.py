@@ -1,4 +1,4 @@
-"""The command line, run by tests."""
+"""Run the `flaxen` command in tests, in this process or in a child process."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from flaxen.cli.main import main
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -24,16 +24,16 @@ class Done:
 
     @property
     def message(self) -> str:
-        """Without the frame and the line breaks that a terminal gets."""
+        """Standard error without the frames and line breaks of rich."""
         return " ".join(re.sub("[│╭╮╰╯─]", " ", self.err).split())
 
 
 def command(*arguments: object) -> Done:
-    """`flaxen …` in this process: another one takes seconds to start."""
+    """Run `flaxen …` in this process, because a new one takes seconds to start."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["flaxen", *map(str, arguments)])
-        patch.setattr("flaxen.train.loop.peak", lambda: 1e12)  # measuring it takes longer than the training
+        patch.setattr("flaxen.train.loop.peak", lambda: 1e12)  # measuring the peak FLOP/s takes longer than training
         try:
             main()
         except SystemExit as stop:
@@ -41,7 +41,7 @@ def command(*arguments: object) -> Done:
     return Done(code, out.getvalue(), err.getvalue())
 
 
-# Several commands in one fresh process, which has no type checker, and can have a limit on the size of files.
+# Runs several commands in one new process, without the type checker of the tests, and with an optional file size limit.
 CHILD = """
 import contextlib, io, json, resource, sys
 import jax
@@ -51,7 +51,7 @@ from flaxen.cli.main import main
 flaxen.train.loop.peak = lambda: 1e12
 limit, commands = json.loads(sys.argv[1])
 if limit:
-    # The tests' compiled programs are read, but none is written: half of one would be.
+    # Read the compilation cache of the tests but write nothing to it: the limit would truncate its files.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 for arguments in commands:
@@ -67,9 +67,10 @@ for arguments in commands:
 
 
 def child(*commands: list[object], limit: int = 0) -> list[Done]:
-    given = json.dumps([limit, [list(map(str, one)) for one in commands]])
+    """Run commands in one new process; `limit` is the largest file in bytes that it may write (0: no limit)."""
+    request = json.dumps([limit, [list(map(str, arguments)) for arguments in commands]])
     env = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, "-c", CHILD, given], capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run([sys.executable, "-c", CHILD, request], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr  # of a thread
+    assert "Traceback" not in done.stderr  # printed by a thread
     return [Done(*json.loads(line)) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""The text and the vocabulary of the data benchmarks, made out of Python's own help."""
+"""Generate the text and the vocabulary of the data benchmarks from Python's help topics."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DISTINCT = 1 << 23  # bytes of text before it begins to repeat
-RARE = 0.02  # share of words that occur hardly anywhere else, as names and misspellings do in natural text
+RARE = 0.02  # fraction of words that occur almost nowhere else, like names and misspellings in natural text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["text", "vocabulary"])
     parser.add_argument("text", type=Path)
-    parser.add_argument("--megabytes", type=float, default=8.0, help="of the text")
-    parser.add_argument("--out", type=Path, help="directory of the vocabulary")
-    parser.add_argument("--size", type=int, default=8000, help="of the vocabulary")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="size of the text")
+    parser.add_argument("--out", type=Path, help="directory to write the vocabulary to")
+    parser.add_argument("--size", type=int, default=8000, help="size of the vocabulary")
     flags = parser.parse_args()
     if flags.what == "text":
         write_text(flags.text, round(flags.megabytes * 1e6))
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def write_text(path: Path, size: int) -> None:
-    """A document on each line. The same size gives the same text, and a longer text begins with the shorter one."""
+    """Write one document per line. Deterministic: a longer text starts with the shorter one."""
     with path.open("wb") as file:
         lines: list[bytes] = []
         for document in documents(random.Random(0)):
@@ -35,7 +35,7 @@ def write_text(path: Path, size: int) -> None:
             lines.append(line)
             if file.tell() >= min(size, DISTINCT):
                 break
-        # Again and again in another order: what is measured beyond the first megabytes is memory, not speed.
+        # Repeat the documents in another order: longer texts serve to measure memory, not speed.
         draw = random.Random(1)
         while file.tell() < size:
             draw.shuffle(lines)
@@ -46,7 +46,7 @@ def write_text(path: Path, size: int) -> None:
 
 
 def documents(draw: random.Random) -> Iterator[str]:
-    """Paragraphs of one to twelve sentences of the help, with rare words in them."""
+    """Yield paragraphs of one to twelve sentences from the help topics, with some rare words."""
     from pydoc_data.topics import topics
 
     words = " ".join(topics[name] for name in sorted(topics)).split()
@@ -55,10 +55,11 @@ def documents(draw: random.Random) -> Iterator[str]:
         sentences[-1].append(word)
         if word[-1] in ".:" or len(sentences[-1]) == 40:
             sentences.append([])
-    known = sorted(set(words))
+    vocabulary = sorted(set(words))
 
     def rare() -> str:
-        begin, end = draw.choice(known), draw.choice(known)
+        """Join the first half of one word to the second half of another."""
+        begin, end = draw.choice(vocabulary), draw.choice(vocabulary)
         return begin[: len(begin) // 2 + 1] + end[len(end) // 2 :]
 
     while True:
@@ -67,7 +68,7 @@ def documents(draw: random.Random) -> Iterator[str]:
 
 
 def write_vocabulary(text: Path, out: Path, size: int) -> None:
-    """A spiece.model, from which both Flaxen and transformers make their tokenizers."""
+    """Train a spiece.model, which both Flaxen and transformers can load."""
     from flaxen.data.vocabulary import train_sentencepiece
 
     with text.open(encoding="utf-8") as lines:

@@ -1,4 +1,4 @@
-"""A training step that is fed by the loader, and the same step with one batch that is always there."""
+"""Time a training step with batches from the loader, and the same step with a constant batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--vocabulary", type=Path)
     parser.add_argument("--scratch", type=Path, help="an empty directory")
-    parser.add_argument("--rounds", type=int, default=18, help="of both, one after the other, in turns")
-    parser.add_argument("--steps", type=int, default=5, help="of each in a round")
+    parser.add_argument(
+        "--rounds", type=int, default=18, help="number of rounds; each times both, in alternating order"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="steps of each per round")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--pin", type=int, nargs="+", metavar="CORE")
     flags = parser.parse_args()
@@ -68,13 +70,13 @@ def main() -> None:
         return batch
 
     def steps(batches: Iterator[Any], n: int) -> None:
-        """As the training loop does it: the report of a step is read when the next one is under way."""
+        """Run n steps as the training loop does: a step's report is read while the next one is being computed."""
         nonlocal state, waited
         waited, report = 0.0, None
         for _ in range(n):
-            asked = time.perf_counter()
+            requested = time.perf_counter()
             batch = next(batches)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - requested
             before, (state, report) = report, stepper.update(state, batch)
             if before is not None:
                 float(before.norm)

@@ -1,6 +1,6 @@
-"""transformers 4.57.6 on Flax: a ViT and a GPT-2, f32, one jitted function for each workload.
+"""ViT + GPT-2 of transformers 4.57.6 on Flax, f32, one jitted function per workload.
 
-`prepare` turns the torch checkpoint into a Flax one: transformers itself needs torch for that.
+`prepare` converts the torch checkpoint to Flax; the conversion of transformers would need torch.
 """
 
 import shutil
@@ -29,15 +29,15 @@ def main() -> None:
     import jax
     from transformers import FlaxVisionEncoderDecoderModel
 
-    # It cannot be made without random weights, which those of the file replace. And these come on no named device,
-    # unlike a T5's: the second training step, a timed one, would compile again.
+    # from_pretrained always creates random weights first. Unlike those of a T5, the loaded weights are not committed to
+    # a device, and the second training step, which is timed, would compile again: put them on the device.
     model = FlaxVisionEncoderDecoderModel.from_pretrained(flax_dir)
     model.params = jax.device_put(model.params, jax.devices()[0])
     run(worker, model, model.params)
 
 
 def torch_parameters(file: Path) -> dict[str, Any]:
-    """The parameters of a torch pair in the nested form that Flax wants."""
+    """Convert the parameters of a torch VisionEncoderDecoderModel to the nested form of Flax."""
     from flax.traverse_util import unflatten_dict
     from safetensors.numpy import load_file
 

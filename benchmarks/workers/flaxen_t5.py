@@ -1,4 +1,4 @@
-"""Flaxen. bf16 is: to generate, bf16 weights; for the loss and for training, f32 weights and bf16 compute."""
+"""T5 in Flaxen. bf16 means bf16 weights for generation, and f32 weights with bf16 matmuls for loss and training."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 from measure import Worker
 from workloads import LEARNING_RATE
 
-PIECES = 4  # that a batch of eight is computed in: the same numbers, and the activations of two rows instead of eight
+PIECES = 4  # gradient accumulation: the same result, with the activations of two rows in memory instead of eight
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
 
 
 def run(worker: Worker, most: int) -> None:
-    """The workload of an encoder-decoder, the batch of a loss in so many pieces if it can be."""
+    """Run the workload of an encoder-decoder; accumulate gradients over `most` pieces if that divides the batch."""
     from flaxen.cli import process
     from flaxen.malloc import restart_with_tuned_malloc
 
@@ -24,7 +24,7 @@ def run(worker: Worker, most: int) -> None:
     import jax
     import numpy as np
 
-    from flaxen import load  # the name itself: `import flaxen` alone imports nothing
+    from flaxen import load  # imports are lazy: `import flaxen` alone would load nothing
     from flaxen.train import accumulate
 
     worker.mark("import")
@@ -50,7 +50,7 @@ def run(worker: Worker, most: int) -> None:
         return float(value), [np.asarray(gradient) for gradient in jax.tree.leaves(gradients)]
 
     def train(source: np.ndarray, labels: np.ndarray) -> Callable[[], float]:
-        # Here and not above: the other workloads need no optimizer, and `cold` times the imports.
+        # Imported here because `cold` times the imports, and other workloads need no optimizer.
         from flaxen.train.settings import Optimizer, Schedule, Training
         from flaxen.train.step import Stepper
 
@@ -62,7 +62,10 @@ def run(worker: Worker, most: int) -> None:
             Schedule("constant", warmup=0),
             Training(steps=1000, batch_size=len(source), accumulate=pieces(source, most)),
         )
-        state, pretrained = stepper.start(pretrained.model), None  # nobody else keeps the first weights
+        state, pretrained = (
+            stepper.start(pretrained.model),
+            None,
+        )  # drop the other reference to the initial weights, which are donated
         batch = jax.device_put(task.batch(0, len(source)))
 
         def step() -> float:
@@ -81,12 +84,12 @@ def run(worker: Worker, most: int) -> None:
 
 
 def one_batch(source: Any, labels: Any) -> Any:
-    from flaxen.tasks.task import Task  # not before the process has settled its memory
+    from flaxen.tasks.task import Task  # only after the restart in `run`
 
     class OneBatch(Task):
-        """A `flaxen.tasks.task.Task` of one batch. Its loss passes no key on, so there is no dropout."""
+        """A task with one batch. Its loss does not use the key, so there is no dropout."""
 
-        tokens, flops = 0, 0.0  # for the display of speed, which there is not
+        tokens, flops = 0, 0.0  # only used to display speed
 
         def __init__(self, source: Any, labels: Any) -> None:
             self._batch, self.examples = {"input_ids": source, "labels": labels}, len(source)

@@ -1,4 +1,4 @@
-"""How fast this machine multiplies [4096, 512] by [512, 2048]: NumPy, XLA and torch in f32, XLA in bf16."""
+"""Measure the matmul [4096, 512] x [512, 2048] on this machine: NumPy, XLA and torch in f32, XLA in bf16."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 from measure import Worker, emit, timed
 
 ROWS, INNER, COLUMNS = 4096, 512, 2048
-CALLS = 10  # per repeat, so that one takes long enough for the CPU clock
+CALLS = 10  # per repeat, so that a repeat is long compared to the resolution of the CPU clock
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     x, y = jnp.asarray(a), jnp.asarray(b)
     x16, y16 = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
     s, t = torch.from_numpy(a), torch.from_numpy(b)
-    # No torch bf16: without bf16 instructions one product takes it 15 seconds.
+    # No bf16 in torch: on processors without bf16 instructions one matmul takes 15 seconds.
     products: dict[tuple[str, str], Callable[[], Any]] = {
         ("numpy", "f32"): lambda: a @ b,
         ("xla", "f32"): lambda: xla(x, y).block_until_ready(),

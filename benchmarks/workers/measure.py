@@ -1,4 +1,4 @@
-"""A worker's side of a benchmark: its flags, cores and clocks, and one JSON line on stdout per repeat."""
+"""Common code of benchmark workers: flags, core pinning, clocks, and JSON records on stdout."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from workloads import Sizes, Work, long_sizes_and_works, sizes_and_works
 if TYPE_CHECKING:
     import numpy as np
 
-# Inputs and labels -> the loss, and its gradients, all computed: they are looked at when the clock has stopped.
+# (inputs, labels) -> loss and gradients, fully computed; they are inspected after the clock has stopped.
 Loss = Callable[["np.ndarray", "np.ndarray"], tuple[float, list["np.ndarray"]]]
-# Inputs and labels -> a training step, which updates the weights and returns the loss that it found before.
+# (inputs, labels) -> a training step, which updates the weights and returns the loss before the update.
 Train = Callable[["np.ndarray", "np.ndarray"], Callable[[], float]]
-# Inputs, new tokens and beams -> the tokens of each row.
+# (inputs, new tokens, beams) -> the generated tokens of each row.
 Generate = Callable[["np.ndarray", int, int], list[list[int]]]
 
-NORM_PIECE = 1 << 18  # numbers at a time
+NORM_PIECE = 1 << 18  # values per step of `norm`
 
 
 class Worker:
-    """Create it before importing NumPy, JAX or torch: they choose their threads when they start."""
+    """A benchmark worker. Create it before importing NumPy, JAX or torch, which choose their threads on import."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Worker:
     ) -> None:
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("workload", choices=["prepare", "loss", "train", "generate", "beam", "cold", "gemm"])
-        parser.add_argument("--model-dir", type=Path, help="where `prepare` puts the model and the others find it")
-        parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one that is not timed")
+        parser.add_argument("--model-dir", type=Path, help="directory that `prepare` writes the model to")
+        parser.add_argument("--repeats", type=int, default=3, help="number of timed calls, after an untimed one")
         parser.add_argument("--pin", type=int, nargs="+", metavar="CORE", help="run on these cores only")
         parser.add_argument("--precision", choices=precisions, default=precisions[0])
         parser.add_argument("--attention", choices=["full", "local", "transient-global"], default="full")
-        parser.add_argument("--source", type=int, default=0, help="length of the input, unless attention is full")
-        parser.add_argument("--remat", action="store_true", help="keep no activations inside layers (flaxen)")
-        parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+        parser.add_argument("--source", type=int, default=0, help="input length, unless --attention is full")
+        parser.add_argument("--remat", action="store_true", help="recompute layers in the backward pass (flaxen)")
+        parser.add_argument("--tiny", action="store_true", help="tiny sizes, to check that everything runs")
         parser.add_argument("--started", type=float, help="time.time() when this process was started (cold)")
         flags = parser.parse_args()
         self.workload: str = flags.workload
@@ -60,19 +60,19 @@ class Worker:
 
         self.threads = pin(flags.pin)
 
-        # The clocks of the first phase start with the process, before Python itself is up.
+        # The first phase starts with the process, so that it includes the startup of Python.
         self._wall = flags.started or time.time()
         self._cpu = 0.0
         self.phases: dict[str, dict[str, float]] = {}
 
     def mark(self, phase: str) -> None:
-        """End a phase of a cold start: what has passed since the last mark belongs to it."""
+        """End a phase of a cold start: the time since the previous mark is attributed to it."""
         wall, cpu = time.time(), time.process_time()
         self.phases[phase] = {"wall": wall - self._wall, "cpu": cpu - self._cpu}
         self._wall, self._cpu = wall, cpu
 
     def run(self, loss: Loss, train: Train, generate: Generate, libraries: list[str]) -> None:
-        """Do the workload that the flags name. Marks "import" and "load" are the caller's."""
+        """Run the workload given by the flags. The caller has marked "import" and "load"."""
         if self.workload == "cold":
             self._generate("cold-generate", generate)()
             self.mark("generate")
@@ -89,12 +89,12 @@ class Worker:
                 if self.workload == "loss":
                     value, gradients = figures["result"]
                     figures["result"] = {"loss": value, "gradient_norm": norm(gradients)}
-                    del gradients  # before the next call makes its own
+                    del gradients  # free them before the next call allocates its own
                 emit(**figures)
         emit(versions={name: version(name) for name in libraries})
 
     def _steps(self, train: Train) -> None:
-        """Each step goes on from the weights of the one before, so the last loss is a check on all of them."""
+        """Time training steps. Each updates the weights of the previous one, so the last loss checks all of them."""
         work = self.works["train"]
         step = train(work.inputs(self.sizes), work.labels(self.sizes))
         first = step()
@@ -123,7 +123,7 @@ class Worker:
 
 
 def pin(cores: list[int] | None) -> int:
-    """Keep this process to some cores, with as many threads; how many they are."""
+    """Pin this process to some cores, with one thread per core; return the number of threads."""
     cores = cores or sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
@@ -133,24 +133,26 @@ def pin(cores: list[int] | None) -> int:
 
 
 def emit(**record: Any) -> None:
+    """Print a record, with the peak memory so far, as a line of JSON."""
     print(json.dumps(record | {"peak_gb": peak_gb()}), flush=True)
 
 
 def peak_gb() -> float:
-    """The largest resident set so far."""
+    """Peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def norm(arrays: list[np.ndarray]) -> float:
-    # Summed in f64: in f32 the rounding of 16 million terms hides a real difference, or looks like one. And in pieces,
-    # because a whole table in f64 can be more than the peak memory of the work that is measured.
+    """Euclidean norm of all arrays together."""
+    # Sum in f64: in f32, the rounding errors of 16 million terms can hide a real difference or look like one. In
+    # pieces, because an embedding table in f64 can exceed the peak memory of the measured work.
     flat = [array.reshape(-1) for array in arrays]
     pieces = (array[at : at + NORM_PIECE] for array in flat for at in range(0, array.size, NORM_PIECE))
     return sum(float((piece.astype("float64") ** 2).sum()) for piece in pieces) ** 0.5
 
 
 def timed(call: Callable[[], Any]) -> dict[str, Any]:
-    """Wall seconds, CPU seconds of all threads, and what the call returned."""
+    """Return wall seconds, CPU seconds of all threads, and the result of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "result": result}

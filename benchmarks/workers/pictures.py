@@ -1,4 +1,4 @@
-"""The pictures of the image benchmark: smooth and random, as JPEG files, and tables with a row for each name of one."""
+"""Generate the images of the image benchmark: smooth random JPEG files, and tables of (hard links to) them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--files", type=int)
-    parser.add_argument("--rows", type=int, nargs="*", default=[], help="also tables of so many names of the files")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="*",
+        default=[],
+        help="also write tables with these numbers of rows, which are hard links to the files",
+    )
     flags = parser.parse_args()
     import numpy as np
 
@@ -36,7 +42,7 @@ def main() -> None:
 
 
 def picture(rng: np.random.Generator) -> Image:
-    """About 500 x 375: large soft shapes, and a little grain, which makes a file as large as a photograph's."""
+    """Draw an image of about 500 x 375: large soft shapes with some noise, so that files are as large as photos."""
     import numpy as np
     from PIL import Image
 
@@ -51,6 +57,7 @@ def picture(rng: np.random.Generator) -> Image:
 
 
 def write_table(files: list[Path]) -> None:
+    """Write table.jsonl with a caption for each file, in the folder of the files."""
     with (files[0].parent / "table.jsonl").open("w") as table:
         for number, file in enumerate(files):
             row = {"image": file.name, "caption": f"soft shapes and a little grain, picture number {number:,}"}

@@ -1,4 +1,4 @@
-"""From JPEG files to pixels: Flaxen's batches, or blocks as transformers' run_image_captioning_flax.py made them."""
+"""Decode and preprocess JPEG files: in batches with Flaxen, or in blocks like run_image_captioning_flax.py."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from measure import emit, peak_gb, pin, timed
 if TYPE_CHECKING:
     import numpy as np
 
-BATCH = 8  # Flaxen's
+BATCH = 8  # batch size of Flaxen
 SIZE = 224
-COMPARED = 32  # pictures
+COMPARED = 32  # images whose pixels are compared
 
-# The numbers of the first picture and of the one behind the last -> their pixels, block by block or batch by batch.
+# (first, end) -> the pixels of images first … end - 1, block by block or batch by batch.
 Read = Callable[[int, int], Iterator["np.ndarray"]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["transformers", "flaxen", "memory"])
-    parser.add_argument("--table", type=Path, help="beside the files")
-    parser.add_argument("--block", type=int, default=256, help="pictures of a timed call")
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one that is not timed")
-    parser.add_argument("--threads", type=int, default=2, help="Flaxen's")
-    parser.add_argument("--reference", type=Path, help="pixels to compare with; written if there are none")
+    parser.add_argument("--table", type=Path, help="table.jsonl in the folder of the images")
+    parser.add_argument("--block", type=int, default=256, help="images per timed call")
+    parser.add_argument("--repeats", type=int, default=3, help="number of timed calls, after an untimed one")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads of Flaxen")
+    parser.add_argument("--reference", type=Path, help="pixels to compare with; written if the file does not exist")
     parser.add_argument("--pin", type=int, nargs="+", metavar="CORE")
     flags = parser.parse_args()
     pin(flags.pin)
@@ -43,14 +43,14 @@ def main() -> None:
     for number in range(flags.repeats + 1):
         first = number % blocks * flags.block
         figures = timed(lambda first=first: drain(read(first, first + flags.block)))
-        if number:  # the first warms up: imports within calls, the file cache
+        if number:  # the first call warms up: lazy imports, the file cache
             emit(wall=figures["wall"], cpu=figures["cpu"], images=flags.block)
-    emit(difference=compare(read(0, min(count, COMPARED)), flags.reference))  # last: it takes memory of its own
+    emit(difference=compare(read(0, min(count, COMPARED)), flags.reference))  # last, because it needs additional memory
     emit(versions={name: version(name) for name in (flags.what, "pillow", "numpy")})
 
 
 def with_transformers(table: Path) -> tuple[int, Read]:
-    """A block is opened file by file, then processed by one call. The old script also wrote it to an Arrow cache."""
+    """Open the files of a block one by one and process them in one call. (The script also wrote an Arrow cache.)"""
     from PIL import Image
     from transformers import ViTImageProcessor
 
@@ -65,7 +65,7 @@ def with_transformers(table: Path) -> tuple[int, Read]:
 
 
 def with_flaxen(table: Path, threads: int) -> tuple[int, Read]:
-    """Batch by batch, as training asks for them."""
+    """Read batch by batch, as in training."""
     from flaxen.data.captions import Captions, pixels, read_captions
     from flaxen.data.images import ImageProcessor
 
@@ -74,10 +74,10 @@ def with_flaxen(table: Path, threads: int) -> tuple[int, Read]:
 
     def read(first: int, last: int) -> Iterator[np.ndarray]:
         for start in range(first, last, BATCH):
-            found, failed = pixels(captions, range(start, min(start + BATCH, last)), processor, threads)
+            batch, failed = pixels(captions, range(start, min(start + BATCH, last)), processor, threads)
             if failed:
                 raise SystemExit(f"cannot read {captions.name(start + failed[0][0])}: {failed[0][1]}")
-            yield found
+            yield batch
 
     return len(captions), read
 
@@ -88,21 +88,21 @@ def drain(batches: Iterator[np.ndarray]) -> None:
 
 
 def compare(pixels: Iterator[np.ndarray], reference: Path) -> float:
-    """The largest difference of a value."""
+    """Return the largest absolute difference to the reference, which is written if it does not exist."""
     import numpy as np
 
-    mine = np.concatenate(list(pixels))
+    ours = np.concatenate(list(pixels))
     if not reference.exists():
-        np.save(reference, mine)
+        np.save(reference, ours)
         return 0.0
     theirs = np.load(reference)
-    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-        raise SystemExit(f"expected {theirs.dtype} {theirs.shape}, got {mine.dtype} {mine.shape}")
-    return float(np.abs(mine - theirs).max())
+    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        raise SystemExit(f"expected {theirs.dtype} {theirs.shape}, got {ours.dtype} {ours.shape}")
+    return float(np.abs(ours - theirs).max())
 
 
 def measure_memory(table: Path, threads: int) -> None:
-    """Read a table, then the pixels of all its rows, a batch at a time."""
+    """Measure peak memory after reading a table, and after reading the pixels of all its rows batch by batch."""
     import numpy  # noqa: F401
     import PIL.Image  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""The memory that a token store takes: to build it out of a text, then to read random batches of it."""
+"""Measure the peak memory of building a token store from a text, and of reading random batches from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--pin", type=int, nargs="+", metavar="CORE")
     flags = parser.parse_args()
     pin(flags.pin)
-    # The batches of flaxen.tasks.denoise, but not through it: it imports JAX, whose memory would hide the data's.
+    # The same batches as flaxen.tasks.denoise, which is not used because it imports JAX, whose memory would dominate.
     from flaxen.data.corpus import Corpus
     from flaxen.data.order import examples
     from flaxen.data.span_corruption import corrupt, lengths

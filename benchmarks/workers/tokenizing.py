@@ -1,4 +1,4 @@
-"""From a text file to token ids on disk: Flaxen's store, or `datasets` as transformers' run_t5_mlm_flax.py used it."""
+"""Tokenize a text file to disk: with Flaxen's token store, or with `datasets` as in run_t5_mlm_flax.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from measure import emit, pin, timed
 
-LENGTH = 568  # raw tokens of an example with 512 inputs
+LENGTH = 568  # tokens of text per example with an input length of 512
 LIBRARIES = {
     "datasets": ("datasets", "transformers", "tokenizers"),
     "flaxen": ("flaxen", "sentencepiece"),
@@ -29,16 +29,16 @@ def main() -> None:
     parser.add_argument("--pin", type=int, nargs="+", metavar="CORE")
     flags = parser.parse_args()
     pin(flags.pin)
-    # Imports and the loading of the tokenizer are not timed.
+    # Imports and loading the tokenizer are not timed.
     prepare = with_datasets if flags.system == "datasets" else with_flaxen
     build, count = prepare(flags.text, flags.vocabulary, flags.scratch, flags.system == "flaxen-json")
     figures = timed(build)
-    made = figures.pop("result")
-    emit(**figures, **count(made), megabytes=flags.text.stat().st_size / 1e6)
+    result = figures.pop("result")
+    emit(**figures, **count(result), megabytes=flags.text.stat().st_size / 1e6)
     emit(versions={name: version(name) for name in LIBRARIES[flags.system]})
 
 
-# What is timed, and a function that says of its result what is not: how many tokens there are.
+# The function to time, and an untimed function that counts the tokens of its result.
 System = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]
 
 
@@ -47,7 +47,7 @@ def with_flaxen(text: Path, vocabulary: Path, scratch: Path, json: bool) -> Syst
     from flaxen.data.store import open_store
     from flaxen.data.tokenizers import load_tokenizer
 
-    if json:  # the same vocabulary, segmented by the library that transformers uses
+    if json:  # the same vocabulary with the `tokenizers` library, which transformers uses
         from transformers import T5TokenizerFast
 
         T5TokenizerFast.from_pretrained(vocabulary).save_pretrained(scratch / "json")
@@ -75,10 +75,10 @@ def with_datasets(text: Path, vocabulary: Path, scratch: Path, json: bool) -> Sy
         return tokenizer(rows["text"], return_attention_mask=False)
 
     def group(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        """Rows of equal length; what is left over of a thousand documents is dropped."""
+        """Concatenate a thousand documents and split them into rows of equal length; the remainder is dropped."""
         ids = list(chain(*rows["input_ids"]))
-        whole = len(ids) // LENGTH * LENGTH if len(ids) >= LENGTH else len(ids)
-        return {"input_ids": [ids[first : first + LENGTH] for first in range(0, whole, LENGTH)]}
+        used = len(ids) // LENGTH * LENGTH if len(ids) >= LENGTH else len(ids)
+        return {"input_ids": [ids[first : first + LENGTH] for first in range(0, used, LENGTH)]}
 
     def build() -> dict[str, dict[str, Any]]:
         read = timed(lambda: datasets.load_dataset("text", data_files=str(text), split="train"))

@@ -1,4 +1,4 @@
-"""transformers v5 on torch: a ViT and a GPT-2, f32. `prepare` makes the random pair that every system loads."""
+"""ViT + GPT-2 of transformers v5 on torch, f32. `prepare` creates the random model that all systems load."""
 
 from measure import Worker
 from torch_t5 import run
@@ -42,8 +42,9 @@ def main() -> None:
             setattr(config, name, token)
         model = VisionEncoderDecoderModel(config)
         model.generation_config.update(**special)
-        # As GPT-2 starts, a random model says the same of every picture. With large layers and small embeddings the
-        # picture decides, and a gain at the end keeps the logits near 1: then equal tokens and losses mean something.
+        # With the usual initialisation, a random model generates the same caption for every image. With large layers
+        # and small embeddings the output depends on the image, and a gain at the end keeps the logits near 1. Only then
+        # is it meaningful that systems generate equal tokens and losses.
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1 and "wpe" not in name:

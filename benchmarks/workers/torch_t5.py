@@ -1,4 +1,4 @@
-"""transformers v5 on torch, f32. `prepare` makes the random model that every system loads."""
+"""T5 of transformers v5 on torch, f32. `prepare` creates the random model that all systems load."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +31,9 @@ def main() -> None:
                 **(long if sizes.family == "LongT5" else {}),
             )
         )
-        # With T5's initial embeddings a tied random model repeats its start token for ever. With small ones the
-        # layers decide, and a gain after them keeps the logits near 1: then equal tokens and losses mean something.
+        # With T5's initial embeddings, a random model with a tied head repeats its start token forever. With small ones
+        # the output depends on the layers, and a gain after them keeps the logits near 1. Only then is it meaningful
+        # that systems generate equal tokens and losses.
         model.shared.weight.data *= 0.05
         model.decoder.final_layer_norm.weight.data *= 20
         model.save_pretrained(worker.model_dir)
@@ -45,13 +46,13 @@ def main() -> None:
 
 
 def run(worker: Worker, model: Any, named: str) -> None:
-    """The workload of an encoder-decoder, whose inputs have this name."""
+    """Run the workload of an encoder-decoder; `named` is the keyword of its inputs."""
     import numpy as np
     import torch
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        found = torch.from_numpy(array)
-        return found if found.is_floating_point() else found.long()
+        result = torch.from_numpy(array)
+        return result if result.is_floating_point() else result.long()
 
     def loss(source: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
         model.zero_grad(set_to_none=True)

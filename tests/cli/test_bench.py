@@ -1,4 +1,4 @@
-"""flaxen bench language: what is refused before anything is measured, and what a run leaves behind."""
+"""flaxen bench language rejects invalid settings before measuring, and writes results after each measurement."""
 
 import importlib.util
 import json
@@ -23,51 +23,53 @@ TRACE = 'Traceback (most recent call last):\n  File "bench.py", line 1, in main\
 
 @pytest.fixture(autouse=True)
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """What was asked for; figures are made up, at once. Those of length 2,048 fail."""
-    asked: list[tuple[str, str, int]] = []
+    """Replace measurements by made-up figures and record the requests; those of length 2,048 fail."""
+    requests: list[tuple[str, str, int]] = []
 
     def measure(self: BenchLanguage, name: str, kind: str, length: int) -> dict[str, Any]:
-        if asked:  # as it is when a later one is interrupted
-            assert len(json.loads(self.out.with_suffix(".json").read_text())) == len(asked)
-        asked.append((name, kind, length))
-        about = {"model": name, "kind": kind, "length": length}
+        if requests:  # earlier results are on disk, in case a later measurement is interrupted
+            assert len(json.loads(self.out.with_suffix(".json").read_text())) == len(requests)
+        requests.append((name, kind, length))
+        labels = {"model": name, "kind": kind, "length": length}
         if length == 2048:
-            return about | {"error": f"MemoryError: {kind} [/of]"}  # looks like rich's markup
+            return labels | {"error": f"MemoryError: {kind} [/of]"}  # looks like rich's markup
         names = ("cpu", "wall", "tokens_per_second", "tokens_per_cpu_second", "peak_gb", "compile_cpu", "milliseconds")
-        return about | dict.fromkeys(names, 1.0)
+        return labels | dict.fromkeys(names, 1.0)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(BenchLanguage, "measure", measure)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"models": ("vq", "rnn")}, "models are vq, vq-parallel, full; got rnn"),
+        ({"models": ("vq", "rnn")}, "--models must be one or more of vq, vq-parallel, full, got rnn"),
         ({"models": ()}, "got none"),
         ({"preset": "vq-mni"}, "did you mean 'vq-mini'"),
-        ({"preset": "gpt2-mini"}, "no Transformer-VQ; choose one of vq-tiny"),
+        ({"preset": "gpt2-mini"}, "not a Transformer-VQ; available: vq-tiny"),
         ({"fields": ("windw=4",)}, "did you mean 'window'"),
         ({"fields": ("window=0",)}, "window must be at least 1"),
         ({"repeats": 0}, "--repeats must be at least 1, got 0"),
         ({"update": 0}, "--update must be at least 1"),
         ({"cores": -1}, "--cores must be at least 1"),
-        ({"lengths": ()}, "one or more of at least 1; got none"),
+        ({"lengths": ()}, "one or more numbers of at least 1, got none"),
         ({"lengths": (1024, -256)}, "got 1024 -256"),
-        ({"lengths": (1024, 320)}, "--lengths 320 is no multiple of the model's block of 256.*block=64"),
-        ({"lengths": (1024,), "update": 128}, "--update 128 is no multiple of the model's block"),
-        ({"lengths": (512, 1024, 1280), "update": 512}, "--lengths 1280 is no multiple of --update 512"),
-        ({"fields": ("block=64", "attention=full")}, "--fields attention=full: --models says"),
-        ({"out": Path("new/bench.json")}, "such as bench.png, its numbers go beside it"),
+        ({"lengths": (1024, 320)}, "--lengths 320 is not a multiple of the model's block of 256.*block=64"),
+        ({"lengths": (1024,), "update": 128}, "--update 128 is not a multiple of the model's block"),
+        ({"lengths": (512, 1024, 1280), "update": 512}, "--lengths 1280 is not a multiple of --update 512"),
+        ({"fields": ("block=64", "attention=full")}, "--fields attention=full is set by --models"),
+        ({"out": Path("new/bench.json")}, "an image file such as bench.png, got new/bench.json"),
         ({"out": Path(".")}, "is a directory"),
-        ({"out": Path("file/bench.png")}, "cannot be written"),
-        ({"out": Path("taken.png")}, "cannot be written"),
+        ({"out": Path("file/bench.png")}, "cannot write file/bench.png"),
+        ({"out": Path("taken.png")}, "cannot write taken.png"),
     ],
 )
-def test_refused(flags: dict[str, Any], message: str, measured: list[Any], tmp_path: Path) -> None:
-    """At once, and nothing is left behind."""
+def test_invalid_settings_are_rejected_before_measuring(
+    flags: dict[str, Any], message: str, measured: list[Any], tmp_path: Path
+) -> None:
+    """Nothing is measured and no file is left behind."""
     Path("file").touch()
     Path("taken.json").mkdir()
     with pytest.raises(InputError, match=message):
@@ -76,19 +78,21 @@ def test_refused(flags: dict[str, Any], message: str, measured: list[Any], tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken.json"]
 
 
-def test_a_read_only_place(measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_directory_is_reported(measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(bench, "atomic_file", refuse)
-    with pytest.raises(InputError, match=r"--out bench.png cannot be written: .*Permission denied"):
+    with pytest.raises(InputError, match=r"cannot write bench.png: .*Permission denied"):
         BenchLanguage(out=Path("bench.png")).run(set())
     assert not measured
 
 
 @pytest.mark.parametrize("drawn", [True, False])
-def test_numbers_come_first(drawn: bool, measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are there after each measurement, with those that failed, and without matplotlib too."""
+def test_results_are_written_after_each_measurement(
+    drawn: bool, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failed measurements are included, and matplotlib is not required."""
     find = importlib.util.find_spec
     if not drawn:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
@@ -96,16 +100,16 @@ def test_numbers_come_first(drawn: bool, measured: list[Any], monkeypatch: pytes
     done = command("bench", "language", *flags)
     assert done.code == 0, done.err
     records = json.loads(Path("new/one.json").read_text())
-    assert [(one["model"], one["kind"], one["length"]) for one in records] == measured
+    assert [(record["model"], record["kind"], record["length"]) for record in records] == measured
     assert ("full", "train", 4096) not in measured
     assert ("vq-parallel", "decode", 1024) not in measured
     assert "MemoryError: train [/of]" in done.out
     assert Path("new/one.png").exists() == drawn
-    assert ("no picture: it needs matplotlib" in done.err) != drawn
+    assert ("skipped the plot: plotting requires matplotlib" in done.err) != drawn
     assert len(list(Path("new").iterdir())) == 1 + drawn
 
 
-def test_kinds_that_all_fail_leave_their_panels_empty() -> None:
+def test_failed_kinds_leave_their_panels_empty() -> None:
     from flaxen.cli.plots import throughput
 
     records = [
@@ -116,13 +120,13 @@ def test_kinds_that_all_fail_leave_their_panels_empty() -> None:
     assert [path.name for path in Path().iterdir()] == ["one.png"]
 
 
-def test_nothing_measured() -> None:
+def test_all_measurements_failing_is_an_error() -> None:
     done = command("bench", "language", "--lengths", "2048")
     assert done.code == 1
-    assert "every measurement failed" in done.message
+    assert "all measurements failed" in done.message
     assert "MemoryError: train" in done.message
     assert not Path("bench-language.png").exists()
-    assert all("error" in one for one in json.loads(Path("bench-language.json").read_text()))
+    assert all("error" in record for record in json.loads(Path("bench-language.json").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -133,13 +137,13 @@ def test_nothing_measured() -> None:
         (1, f"{TRACE}MemoryError\n", "MemoryError"),
         (1, "WARNING: slow\nno such thing\n\n", "no such thing"),
         (3, " \n", "exit code 3"),
-        (-9, "WARNING: slow\n", "killed by SIGKILL, perhaps for want of memory"),
+        (-9, "WARNING: slow\n", "killed by SIGKILL, probably out of memory"),
         (-6, "what(): std::bad_alloc\n", "killed by SIGABRT: what(): std::bad_alloc"),
         (-11, "", "killed by SIGSEGV"),
         (-40, "", "killed by signal 40"),
     ],
 )
-def test_why_a_process_failed(code: int, stderr: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_of_a_failed_process(code: int, stderr: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real `measure`
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, "", stderr))
     record = BenchLanguage().measure("vq", "train", 64)

@@ -1,4 +1,4 @@
-"""Captioning as a person types it: pictures to model, scored, resumed, adapted; and what a bad picture does."""
+"""Captioning on the command line: train, evaluate, resume, LoRA; and how unreadable images are handled."""
 
 import json
 import os
@@ -26,7 +26,7 @@ DROPPED = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of one shape on another, their captions, and a configuration."""
+    """Images of one shape above another, their captions, and a configuration."""
     directory, draw = tmp_path_factory.mktemp("material"), random.Random(0)
     (directory / "images").mkdir()
     lines = []
@@ -65,21 +65,21 @@ def trained(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(run: Path, kind: str) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [one for one in found if one["kind"] == kind]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in lines if record["kind"] == kind]
 
 
-def test_a_run_scores_and_shows_what_it_writes(trained: Path) -> None:
-    scored = records(trained, "eval")
-    assert [one["step"] for one in scored] == [4, 8]
-    assert {"loss", "cider", "bleu1", "bleu4", "rougeL", "exact_match"} <= scored[0].keys()
+def test_run_writes_metrics_and_predictions(trained: Path) -> None:
+    evaluations = records(trained, "eval")
+    assert [record["step"] for record in evaluations] == [4, 8]
+    assert {"loss", "cider", "bleu1", "bleu4", "rougeL", "exact_match"} <= evaluations[0].keys()
     lines = [json.loads(line) for line in (trained / "predictions" / "step-8.jsonl").read_text().splitlines()]
     assert [line["image"] for line in lines] == [f"images/{i}.png" for i in range(8)]
     assert [len(line["references"]) for line in lines] == [1, 2] * 4
     assert lines[1]["references"][1] == " ".join(lines[1]["references"][0].split()[1:3])
     page = (trained / "predictions" / "step-8.html").read_text()
     assert page.count("data:image/jpeg;base64") == 8
-    losses = [one["loss"] for one in records(trained, "train")]
+    losses = [record["loss"] for record in records(trained, "train")]
     assert losses[-1] < losses[0]
 
 
@@ -100,8 +100,8 @@ def test_generate_and_eval(trained: Path, material: Path, tmp_path: Path) -> Non
     assert [json.loads(line)["id"] for line in done.out.splitlines()] == [str(path) for path in images]
     table = tmp_path / "prompts.jsonl"
     table.write_text("".join(json.dumps({"text": os.path.relpath(path, tmp_path)}) + "\n" for path in images))
-    again = command("generate", trained / "model", "--file", table, "--json", "--max-new-tokens", "9")
-    assert [json.loads(line)["text"] for line in again.out.splitlines()] == [
+    from_table = command("generate", trained / "model", "--file", table, "--json", "--max-new-tokens", "9")
+    assert [json.loads(line)["text"] for line in from_table.out.splitlines()] == [
         json.loads(line)["text"] for line in done.out.splitlines()
     ]
     streamed = command("generate", trained / "model", "--image", images[0], "--stream", "--max-new-tokens", "9")
@@ -120,12 +120,12 @@ def test_generate_and_eval(trained: Path, material: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "a"], "sees pictures: give --image, or --file"),
+        (["--text", "a"], "reads images; pass --image or --file"),
         (["--image", "{tmp}/none.png"], "none.png"),
         (["--image", "{tmp}/empty.png"], "empty.png"),
     ],
 )
-def test_wrong_prompts(trained: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_unusable_prompts_are_reported(trained: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "empty.png").touch()
     done = command("generate", trained / "model", *(argument.format(tmp=tmp_path) for argument in arguments))
     assert done.code == 1
@@ -146,7 +146,7 @@ def test_preview_and_replay(trained: Path, material: Path) -> None:
 
 
 @pytest.mark.optimised
-def test_a_killed_run_ends_bit_for_bit_alike(trained: Path, material: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(trained: Path, material: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = [sys.executable, "-m", "flaxen.cli.main", *map(str, flags(material, out))]
     process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
@@ -157,17 +157,17 @@ def test_a_killed_run_ends_bit_for_bit_alike(trained: Path, material: Path, tmp_
     process.wait()
     done = command(*flags(material, out))
     assert done.code == 0, done.err
-    mine, whole = Safetensors(out / "model"), Safetensors(trained / "model")
-    assert set(mine) == set(whole)
-    for name in mine:
-        np.testing.assert_array_equal(mine[name], whole[name])
+    resumed, uninterrupted = Safetensors(out / "model"), Safetensors(trained / "model")
+    assert set(resumed) == set(uninterrupted)
+    for name in resumed:
+        np.testing.assert_array_equal(resumed[name], uninterrupted[name])
 
 
-def test_bad_pictures_do_not_stop_a_run(material: Path, tmp_path: Path) -> None:
-    """Missing and empty files are told before, damaged ones when they are met; blank captions are left out."""
+def test_unreadable_images_do_not_stop_a_run(material: Path, tmp_path: Path) -> None:
+    """Missing and empty files are reported before training, damaged ones when read; blank captions are skipped."""
     good = [json.loads(line) for line in (material / "captions.jsonl").read_text().splitlines()]
-    whole = (material / "images" / "0.png").read_bytes()
-    (material / "images" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    complete = (material / "images" / "0.png").read_bytes()
+    (material / "images" / "cut.png").write_bytes(complete[: len(complete) // 2])
     (material / "images" / "empty.png").touch()
     Image.new("RGB", (1, 1)).save(material / "images" / "dot.png")
     bad = [("cut.png", "a"), ("empty.png", "a"), ("none.png", "a"), ("dot.png", "red"), ("1.png", " ")]
@@ -178,15 +178,15 @@ def test_bad_pictures_do_not_stop_a_run(material: Path, tmp_path: Path) -> None:
     once = ["--training.eval-every", "0", "--generation.examples", "0", "--training.keep-best", "loss"]
     done = command(*flags(material, tmp_path / "run", *more, *once))
     assert done.code == 0, done.err
-    for told in ("cut.png", "empty.png", "none.png", "1 training captions were there twice", "longer than 16 tokens"):
-        assert told in done.message
+    for words in ("cut.png", "empty.png", "none.png", "1 training captions were there twice", "longer than 16 tokens"):
+        assert words in done.message
     strict = command(*flags(material, tmp_path / "strict", *more, "--data.unreadable", "error"))
     assert strict.code == 1
     assert "empty.png" in strict.message
     assert not (tmp_path / "strict").exists()
 
 
-def test_wrong_models_and_columns(material: Path, byt5: Path, tmp_path: Path) -> None:
+def test_unsupported_models_and_unknown_columns_are_reported(material: Path, byt5: Path, tmp_path: Path) -> None:
     arguments = flags(material, tmp_path / "run")
     wrong = command(*arguments, "--data.caption", "captoin")
     assert wrong.code == 1
@@ -195,20 +195,20 @@ def test_wrong_models_and_columns(material: Path, byt5: Path, tmp_path: Path) ->
     place = arguments.index("--model.config")
     other = command(*arguments[:place], "--model.init", byt5, *arguments[place + 4 :])
     assert other.code == 1
-    assert "the task caption is for ViT + GPT-2 captioner; the model is a T5" in other.message
+    assert "the task caption requires a model of type ViT + GPT-2 captioner; this one is a T5" in other.message
     assert not (tmp_path / "run").exists()
 
 
-def test_compose_adapt_merge(material: Path, tmp_path: Path) -> None:
-    """Two checkpoints become a captioner; an adapter of it is trained, used, and merged."""
+def test_compose_then_lora_then_merge(material: Path, tmp_path: Path) -> None:
+    """Combine two checkpoints into a captioner, then train, use and merge an adapter."""
     vit, gpt2 = make_vit(tmp_path / "vit"), make_gpt2(tmp_path / "gpt2", n_embd=24)
     done = command("compose", tmp_path / "vit", tmp_path / "gpt2", tmp_path / "pair")
     assert done.code == 0, done.err
     assert "cross-attention and the bridge" in done.out
     theirs = transformers.VisionEncoderDecoderModel.from_pretrained(tmp_path / "pair")
-    kept = theirs.decoder.state_dict()
+    decoder_weights = theirs.decoder.state_dict()
     for name, tensor in gpt2.model.state_dict().items():
-        assert torch.equal(kept[name], tensor), name
+        assert torch.equal(decoder_weights[name], tensor), name
     for name, tensor in vit.model.state_dict().items():
         assert torch.equal(theirs.encoder.state_dict()[name], tensor), name
 
@@ -229,8 +229,8 @@ def test_compose_adapt_merge(material: Path, tmp_path: Path) -> None:
     assert with_adapter.out != command("generate", tmp_path / "pair", *options).out
 
 
-def test_other_image_sizes(trained: Path, material: Path, tmp_path: Path) -> None:
-    """A checkpoint for 32 pixels goes on with 48: positions are interpolated, and the new model is for 48."""
+def test_training_at_another_image_size(trained: Path, material: Path, tmp_path: Path) -> None:
+    """A checkpoint for 32 pixels is trained with 48: positions are interpolated, and the saved model is for 48."""
     arguments = flags(material, tmp_path / "run", "--model.image-size", "48", "--training.steps", "1")
     place = arguments.index("--model.config")
     arguments[place : place + 4] = ["--model.init", trained / "model"]

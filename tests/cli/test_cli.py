@@ -1,4 +1,4 @@
-"""The command as a person types it."""
+"""The command in a process of its own: outputs, exit codes and error messages."""
 
 import json
 import os
@@ -13,23 +13,23 @@ import flaxen
 
 
 def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which takes seconds to start."""
-    typed = [sys.executable, "-m", "flaxen.cli.main", *map(str, arguments)]
+    """Run `flaxen …` in a new process, which takes seconds to start."""
+    program = [sys.executable, "-m", "flaxen.cli.main", *map(str, arguments)]
     env = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(typed, capture_output=True, text=True, input=stdin, check=False, env=env)
+    return subprocess.run(program, capture_output=True, text=True, input=stdin, check=False, env=env)
 
 
-def test_text_json_and_beams(byt5: Path) -> None:
+def test_generate_equals_the_library(byt5: Path) -> None:
     done = run("generate", byt5, "--text", "one", "two", "--json", "--num-beams", 3, "--max-new-tokens", 5)
     assert done.returncode == 0, done.stderr
     ours = [json.loads(line) for line in done.stdout.splitlines()]
     expected = flaxen.load(byt5).generate(["one", "two"], num_beams=3, max_new_tokens=5)
-    assert [one["tokens"] for one in ours] == [one.tokens for one in expected]
-    assert [one["index"] for one in ours] == [0, 1]
+    assert [line["tokens"] for line in ours] == [output.tokens for output in expected]
+    assert [line["index"] for line in ours] == [0, 1]
     assert set(ours[0]) == {"text", "tokens", "logprobs", "score", "index"}
 
 
-def test_files_in_and_out(byt5: Path, tmp_path: Path) -> None:
+def test_table_and_standard_input_generate_the_same(byt5: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"q": "one"}\n{"q": "two"}\n')
     (tmp_path / "in.txt").write_text("one\ntwo\n")
     options = ("--max-new-tokens", 4, "--json")
@@ -55,7 +55,7 @@ def test_info(byt5: Path) -> None:
         (["generate", "{model}", "--text", "x", "--num-beams", "two"], 2, "num-beams"),
         (["generate", "{model}", "--text", "x", "--dtype", "float16"], 2, "bfloat16"),
         (["genrate"], 2, "generate"),
-        (["generate", "{model}"], 1, "either with --text, with --image or with --file"),
+        (["generate", "{model}"], 1, "exactly one of --text, --image and --file is required"),
         (["generate", "{model}", "--text", ""], 1, "prompt 0 is empty"),
         (["generate", "{model}", "--text", "</s>"], 1, "only special tokens"),
         (["generate", "{model}", "--text", "x", "--temperature", "0.5"], 1, "do_sample"),
@@ -83,7 +83,7 @@ def test_wrong_input_is_one_clear_message(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_process_ends_with_the_code_and_the_message(tmp_path: Path) -> None:
+def test_process_exits_with_code_and_message(tmp_path: Path) -> None:
     done = run("info", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert "has no config.json" in done.stderr

@@ -1,4 +1,4 @@
-"""Embeddings over a file: in order, and after a kill from where it was, bit for bit."""
+"""flaxen embed: embeddings of a file are in order, and an interrupted command resumes bit for bit."""
 
 import json
 from pathlib import Path
@@ -25,38 +25,38 @@ def flags(model: Path, tmp_path: Path, out: str) -> list[object]:
 
 @pytest.mark.parametrize("torn", [b"", b"\0" * 7, b"\0" * 4 * 32])
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
-def test_a_killed_command_resumes_bit_for_bit(
+def test_resumed_file_equals_uninterrupted_file(
     byt5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, torn: bytes
 ) -> None:
-    whole = command(*flags(byt5, tmp_path, f"whole-{name}"))
-    assert whole.code == 0, whole.err
-    done, real, asked = 0, Embedder.__call__, list[int]()
+    uninterrupted = command(*flags(byt5, tmp_path, f"whole-{name}"))
+    assert uninterrupted.code == 0, uninterrupted.err
+    done, real, batch_sizes = 0, Embedder.__call__, list[int]()
 
-    def stopped(self: Embedder, texts: Any) -> list[np.ndarray]:
+    def interrupted(self: Embedder, texts: Any) -> list[np.ndarray]:
         nonlocal done
-        asked.append(len(texts))
+        batch_sizes.append(len(texts))
         if done == 1:
             raise KeyboardInterrupt
         done += 1
         return real(self, texts)
 
-    monkeypatch.setattr(Embedder, "__call__", stopped)
+    monkeypatch.setattr(Embedder, "__call__", interrupted)
     assert command(*flags(byt5, tmp_path, name)).code == 130
     assert not (tmp_path / name).exists()
     (partial,) = tmp_path.glob(f".{name}.*.partial")
     with partial.open("ab") as file:
         file.write(torn.replace(b"\0", b"x") if name.endswith("l") else torn)
-    done, asked = 2, []
-    again = command(*flags(byt5, tmp_path, name))
-    assert again.code == 0, again.err
-    assert "resuming after text 8 of 21" in again.err
-    assert "21 embeddings of 32 numbers" in again.err
-    assert asked == [8, 5]
+    done, batch_sizes = 2, []
+    resumed = command(*flags(byt5, tmp_path, name))
+    assert resumed.code == 0, resumed.err
+    assert "resuming after text 8 of 21" in resumed.err
+    assert "21 embeddings of dimension 32" in resumed.err
+    assert batch_sizes == [8, 5]
     assert (tmp_path / name).read_bytes() == (tmp_path / f"whole-{name}").read_bytes()
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_files_hold_what_embed_gives(byt5: Path, tmp_path: Path) -> None:
+def test_files_equal_the_library(byt5: Path, tmp_path: Path) -> None:
     for name in ("out.npy", "out.jsonl"):
         assert command(*flags(byt5, tmp_path, name), "--normalise").code == 0
     expected = flaxen.load(byt5).embed([f"say {text}" for text in TEXTS], normalise=True)
@@ -74,29 +74,29 @@ def test_texts_on_the_command_line(byt5: Path) -> None:
     assert done.code == 0, done.err
     one, empty = (np.array(json.loads(line)["embedding"]) for line in done.out.splitlines())
     assert (one.shape, empty.shape) == ((3, 32), (1, 32))
-    assert "1 texts were cut to 3 tokens" in done.err
+    assert "truncated 1 texts to 3 tokens" in done.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "either with --text or with --file"),
-        (["--text", "a", "--column", "q"], "--column is of a table"),
-        (["--text", "a", "--out", "x.txt"], r"ends in .npy or .jsonl"),
-        (["--text", "a", "--out", "x.npy", "--pooling", "none"], "write .jsonl"),
+        ([], "exactly one of --text and --file is required"),
+        (["--text", "a", "--column", "q"], "--column requires a table"),
+        (["--text", "a", "--out", "x.txt"], "must end in .npy or .jsonl, got x.txt"),
+        (["--text", "a", "--out", "x.npy", "--pooling", "none"], "use a .jsonl file"),
         (["--text", "a", "--batch-size", 0], "batch_size must be at least 1"),
         (["--text", "a", "--subfolder", "text_encoder"], "no subfolder 'text_encoder'"),
-        (["--file", "nothing.txt"], "no file 'nothing.txt'"),
+        (["--file", "nothing.txt"], "nothing.txt does not exist"),
     ],
     ids=str,
 )
-def test_wrong_flags(byt5: Path, arguments: list, words: str) -> None:
+def test_invalid_flags_are_reported(byt5: Path, arguments: list, words: str) -> None:
     done = command("embed", byt5, *arguments)
     assert done.code == 1
     assert words in done.message
 
 
-def test_other_settings_begin_anew(tmp_path: Path) -> None:
+def test_other_settings_start_from_the_beginning(tmp_path: Path) -> None:
     path = tmp_path / "out.npy"
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     for key, items in (({"a": 1}, 0), ({"a": 1}, 2), ({"a": 2}, 0)):
@@ -107,5 +107,5 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
     file = ResumableArray(path, {"a": 1}, 1, 4, 2)
     assert file.items == 4
     file.finish()
-    assert [one.name for one in tmp_path.iterdir()] == ["out.npy"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.npy"]
     np.testing.assert_array_equal(np.load(path), rows)

@@ -1,4 +1,4 @@
-"""A checkpoint of a run in Hugging Face's form, by its number."""
+"""flaxen export: any checkpoint of a run can be saved in Hugging Face format."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     main()
 
 
-def test_any_checkpoint_that_is_there(
+def test_exports_any_checkpoint_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -48,5 +48,5 @@ def test_any_checkpoint_that_is_there(
     assert flaxen.load(tmp_path / "second").tokenizer is not None
     with pytest.raises(SystemExit):
         run(monkeypatch, "export", tmp_path / "run", tmp_path / "none", "--step", 1)
-    assert "no checkpoint 1; it has 2, 3" in capsys.readouterr().err
+    assert "no checkpoint of step 1; available: 2, 3" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

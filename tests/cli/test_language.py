@@ -1,4 +1,4 @@
-"""flaxen train, eval and generate with a Transformer-VQ: from a file to text, and bit for bit through a kill."""
+"""flaxen train, eval and generate with a Transformer-VQ; interrupted runs resume bit for bit."""
 
 import json
 import math
@@ -47,22 +47,24 @@ def train(out: str, *flags: str) -> tuple[str, ...]:
     return ("train", "language", "--out", out, *FIELDS, *DATA, "--training.batch-size", "4", *flags)
 
 
-def test_from_a_file_to_text(text: Path) -> None:
-    """Trained, evaluated alike by another batch size, continued, sampled; the codebooks are drawn."""
+def test_train_evaluate_and_generate(text: Path) -> None:
+    """Evaluation does not depend on batch size or update length, and generation from a saved memory is exact."""
     run(*train("run", "--training.steps", "60", "--optimizer.learning-rate", "1e-2", "--objective.codebooks", "data"))
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if record["kind"] == "eval"][-1]
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2))
     assert last["bits_per_byte"] < 4
     assert Path("run/codebooks.png").read_bytes()[:4] == b"\x89PNG"
-    asked = ("eval", "language", "run/model", *DATA)
-    values = json.loads(run(*asked, "--batch-size", "3", "--tokenizer", "bytes").out)
+    evaluate = ("eval", "language", "run/model", *DATA)
+    values = json.loads(run(*evaluate, "--batch-size", "3", "--tokenizer", "bytes").out)
     assert values["split"] == "validation"
-    smaller = json.loads(run(*asked, "--objective.update", "8").out)  # less than the model's block, which then fits
+    smaller = json.loads(
+        run(*evaluate, "--objective.update", "8").out
+    )  # shorter than the model's block, which is then reduced
     assert smaller["loss"] == pytest.approx(values["loss"], rel=1e-5)
     assert values["loss"] == pytest.approx(last["loss"], rel=1e-5)
-    assert json.loads(run(*asked, "--split", "test").out)["loss"] != values["loss"]
-    carried = json.loads(run(*asked, "--objective.continued", "--batch-size", "1").out)
+    assert json.loads(run(*evaluate, "--split", "test").out)["loss"] != values["loss"]
+    carried = json.loads(run(*evaluate, "--objective.continued", "--batch-size", "1").out)
     assert carried["loss"] != values["loss"]
     assert carried["loss"] < 1.05 * values["loss"]
     sampled = run("generate", "run/model", "--text", "one two", "--do-sample", "--max-new-tokens", "24", "--top-k", "5")
@@ -73,8 +75,8 @@ def test_from_a_file_to_text(text: Path) -> None:
     run(*train("other", "--training.steps", "1"))
     fails(("generate", "other/model", "--memory", "memory.npz"), "other weights")
     fails(("generate", "run/model", "--text", "a", "--save-memory", "m.npz", "--do-sample"), "generates nothing")
-    whole = Path("memory.npz").read_bytes()
-    Path("memory.npz").write_bytes(whole[: len(whole) // 2])
+    complete = Path("memory.npz").read_bytes()
+    Path("memory.npz").write_bytes(complete[: len(complete) // 2])
     fails(("generate", "run/model", "--memory", "memory.npz"), "cannot read a memory")
     np.save("memory.npy", np.zeros(3))
     fails(("generate", "run/model", "--memory", "memory.npy"), "cannot read a memory")
@@ -84,24 +86,24 @@ def test_from_a_file_to_text(text: Path) -> None:
     assert "sentinels" not in shown
 
 
-def test_samples_depend_on_their_prompt_alone(text: Path) -> None:
-    """Not on how many are computed together, nor on where in a file a batch or a window of batches begins."""
+def test_samples_do_not_depend_on_batching(text: Path) -> None:
+    """Neither the batch size nor the position of a prompt within its batch or window changes its samples."""
     run(*train("run", "--training.steps", "1"))
     Path("same.txt").write_text("one\n" * 20)
-    asked = ("generate", "run/model", "--file", "same.txt", "--do-sample", "--top-k", "0", "--max-new-tokens", "12")
-    found = [run(*asked, "--batch-size", size, "--json").out.splitlines() for size in ("2", "16")]
-    assert [json.loads(line)["tokens"] for line in found[0]] == [json.loads(line)["tokens"] for line in found[1]]
-    assert [json.loads(line)["index"] for line in found[0]] == list(range(20))
-    assert len({str(json.loads(line)["tokens"]) for line in found[0]}) == 20
+    generate = ("generate", "run/model", "--file", "same.txt", "--do-sample", "--top-k", "0", "--max-new-tokens", "12")
+    outputs = [run(*generate, "--batch-size", size, "--json").out.splitlines() for size in ("2", "16")]
+    assert [json.loads(line)["tokens"] for line in outputs[0]] == [json.loads(line)["tokens"] for line in outputs[1]]
+    assert [json.loads(line)["index"] for line in outputs[0]] == list(range(20))
+    assert len({str(json.loads(line)["tokens"]) for line in outputs[0]}) == 20
     for flags, message in (
         (("--batch-size", "0"), "--batch-size must be at least 1"),
-        (("--column", "x"), "--column is of a table"),
+        (("--column", "x"), "--column requires a table"),
     ):
-        fails((*asked, *flags), message)
+        fails((*generate, *flags), message)
 
 
-def test_marks_in_a_prompt_are_text(text: Path) -> None:
-    """As in the data: "</s>" is four bytes."""
+def test_special_tokens_in_a_prompt_are_text(text: Path) -> None:
+    """As in the training data, "</s>" is read as four bytes."""
     import flaxen
 
     run(*train("run", "--training.steps", "1"))
@@ -110,18 +112,18 @@ def test_marks_in_a_prompt_are_text(text: Path) -> None:
     assert pretrained.encode([prompt]) == [[1, *(byte + 3 for byte in prompt.encode())]]
     parts = [pretrained.remember("a </s>"), pretrained.remember(prompt)]
     assert pretrained.remember(" b <pad>", parts[0]).unread == parts[1].unread == (ord(">") + 3,)
-    whole, further = parts[1].state, pretrained.remember(" b <pad>", parts[0]).state
-    np.testing.assert_array_equal(np.asarray(whole.caches[0].codes), np.asarray(further.caches[0].codes))
+    at_once, in_parts = parts[1].state, pretrained.remember(" b <pad>", parts[0]).state
+    np.testing.assert_array_equal(np.asarray(at_once.caches[0].codes), np.asarray(in_parts.caches[0].codes))
 
 
 @pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
-def test_an_optimizer_by_its_name_alone(name: str, text: Path) -> None:
+def test_optimizers_have_a_default_learning_rate(name: str, text: Path) -> None:
     run(*train("run", "--training.steps", "1", "--optimizer.name", name))
     record = Path("run/config.toml").read_text()
     assert f"learning_rate = {RATES[name]}" in record
 
 
-def test_a_damaged_checkpoint_is_named(text: Path) -> None:
+def test_damaged_checkpoint_is_reported(text: Path) -> None:
     flags = ("--training.steps", "4", "--training.save-every", "2")
     run(*train("run", *flags))
     parts = [path for path in Path("run/checkpoints/4").rglob("*") if path.is_file() and "/d/" in str(path)]
@@ -139,8 +141,8 @@ def parameters(out: str, model: str = "model") -> dict[str, np.ndarray]:
 
 
 @pytest.mark.optimised
-def test_a_killed_run_ends_alike_bit_for_bit(text: Path) -> None:
-    """Codebooks, the carried state and the dropout of a sequence included; saves fall between updates of a sequence."""
+def test_resumed_run_equals_uninterrupted_run(text: Path) -> None:
+    """Includes codebooks, carried state and dropout; checkpoints are saved in the middle of sequences."""
     flags = ("--training.steps", "30", "--training.save-every", "3", "--training.log-every", "1")
     flags += ("--training.accumulate", "2", "--model.fields", *SMALL, *NOISE, "--optimizer.restart", "0.05")
     run(*train("whole", *flags))
@@ -156,9 +158,9 @@ def test_a_killed_run_ends_alike_bit_for_bit(text: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     run(*train("killed", *flags))
-    whole, killed = parameters("whole"), parameters("killed")
-    for path, array in whole.items():
-        np.testing.assert_array_equal(killed[path], array, err_msg=path)
+    uninterrupted, resumed = parameters("whole"), parameters("killed")
+    for path, array in uninterrupted.items():
+        np.testing.assert_array_equal(resumed[path], array, err_msg=path)
     traces = [
         [json.loads(line)["loss"] for line in Path(out, "metrics.jsonl").read_text().splitlines()]
         for out in ("whole", "killed")
@@ -166,49 +168,49 @@ def test_a_killed_run_ends_alike_bit_for_bit(text: Path) -> None:
     assert traces[0] == traces[1]
 
 
-def test_pictures(text: Path) -> None:
-    """Pixels train, are measured in bits per dimension, and every sample is a whole picture."""
+def test_pixel_models_train_and_sample_images(text: Path) -> None:
+    """Losses are reported in bits per dimension, and every sample is a complete image."""
     from PIL import Image
 
     draw = np.random.default_rng(0)
-    pictures = np.zeros((40, 4, 4, 3), np.uint8)
-    pictures[:] = draw.integers(0, 2, (40, 1, 1, 3)) * 255
-    np.save("pictures.npy", pictures)
+    images = np.zeros((40, 4, 4, 3), np.uint8)
+    images[:] = draw.integers(0, 2, (40, 1, 1, 3)) * 255
+    np.save("pictures.npy", images)
     data = ("--data.train", "pictures.npy", "--data.kind", "pixels", "--objective.length", "48")
     run("train", "language", "--out", "run", *FIELDS, "absolute=true", *data, "--training.steps", "20",
         "--training.batch-size", "4")  # fmt: skip
     last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["bits_per_dim"] == pytest.approx(last["loss"] / math.log(2))
-    # Hot enough that special ids would come: about one number in a hundred.
+    # At this temperature about one id in a hundred would be special if they were not excluded.
     run("generate", "run/model", "--sample-images", "5", "--out", "drawn", "--do-sample", "--temperature", "50")
     assert sorted(path.name for path in Path("drawn").iterdir()) == [*(f"000{i}.png" for i in range(5)), "grid.png"]
     for name, size in (("0000", (4, 4)), ("grid", (16, 11))):
-        with Image.open(f"drawn/{name}.png") as picture:
-            assert picture.size == size
+        with Image.open(f"drawn/{name}.png") as image:
+            assert image.size == size
     drawing = ("generate", "run/model", "--sample-images")
-    run(*drawing, "2", "--out", "drawn", "--do-sample", "--nucleus", "0.9")  # in the place of the five
+    run(*drawing, "2", "--out", "drawn", "--do-sample", "--nucleus", "0.9")  # replaces the five
     assert sorted(path.name for path in Path("drawn").iterdir()) == ["0000.png", "0001.png", "grid.png"]
     for flags, message in (
-        (("5",), "--out, a directory"),
-        (("-1", "--out", "x"), "positive number"),
-        (("2", "--out", "x", "--num-beams", "2"), "--num-beams is not for pictures"),
-        (("2", "--out", "x", "--no-do-sample"), "--no-do-sample is not for pictures"),
-        (("2", "--out", "x", "--json"), "--json is not for --sample-images"),
+        (("5",), "a directory as --out"),
+        (("-1", "--out", "x"), "a number of at least 1"),
+        (("2", "--out", "x", "--num-beams", "2"), "--num-beams cannot be combined with --sample-images"),
+        (("2", "--out", "x", "--no-do-sample"), "--no-do-sample cannot be combined with --sample-images"),
+        (("2", "--out", "x", "--json"), "--json cannot be combined with --sample-images"),
         (("2", "--out", "pictures.npy"), "exists and is no directory with grid.png"),
     ):
         fails((*drawing, *flags), message)
     assert not Path("x").exists()
 
 
-def test_words_and_adapters(text: Path) -> None:
-    """With a vocabulary, losses are also given per byte and per word; an adapter that is merged in measures as it did
-    when it was trained, and the model under it is as it was."""
+def test_word_metrics_and_merged_adapters(text: Path) -> None:
+    """With a vocabulary, losses are also reported per byte and per word. A merged adapter has the same loss as in
+    training, and changes only its target weights."""
     Path("text.txt").write_bytes(Path("text.bin").read_bytes())
     run("vocab", "vocab", "--data.train", "text.txt", "--size", "23", "--sentinels", "0")
     data = ("--data.train", "text.txt", "--objective.length", "64", "--objective.update", "32")
     run("train", "language", "--out", "run", *FIELDS, "--model.tokenizer", "vocab", *data, "--training.steps", "10")
     values = json.loads(run("eval", "language", "run/model", *data).out)
-    # What is validated on are the first lines, as many as make 5 % of them; a line and its end are its tokens.
+    # The first 5 % of the lines are the validation data. The tokens of a line include its end token.
     lines = [line for line in Path("text.txt").read_text().splitlines() if line.strip()]
     held = lines[: round(len(lines) * 0.05)]
     tokens = sum(len(load_tokenizer(Path("vocab")).encode(line)) for line in held)
@@ -217,7 +219,7 @@ def test_words_and_adapters(text: Path) -> None:
     assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, held)), rel=1e-5)
     tested = json.loads(run("eval", "language", "run/model", *data, "--data.test", "text.txt", "--split", "test").out)
     assert tested["loss"] != values["loss"]
-    fails(("eval", "language", "run/model", *data, "--split", "test"), "nothing to evaluate on")
+    fails(("eval", "language", "run/model", *data, "--split", "test"), "no data to evaluate on")
     fails(train("x", "--model.tokenizer", "vocab"), "reads bytes as they are")
     adapter = ("--lora.rank", "2", "--lora.targets", "*.q", "*.o", "--optimizer.learning-rate", "1e-2")
     run("train", "language", "--out", "adapted", "--model.init", "run/model", *data, *adapter, "--training.steps", "10")
@@ -232,18 +234,18 @@ def test_words_and_adapters(text: Path) -> None:
     assert changed == {"q", "o"}
 
 
-def test_bench(text: Path) -> None:
-    """Numbers, a table and a picture; what fails is a line."""
-    asked = ("bench", "language", "--models", "vq", "--lengths", "64", "--repeats", "1", "--fields", *SMALL)
-    done = run(*asked, "--out", "bench.png")
+def test_bench_writes_results_and_plot(text: Path) -> None:
+    """A real measurement of one short sequence."""
+    bench = ("bench", "language", "--models", "vq", "--lengths", "64", "--repeats", "1", "--fields", *SMALL)
+    done = run(*bench, "--out", "bench.png")
     records = json.loads(Path("bench.json").read_text())
-    assert [(one["kind"], one["length"]) for one in records] == [("train", 64), ("decode", 64)]
-    assert all(one["tokens_per_cpu_second"] > 0 and one["state_bytes"] > 0 for one in records)
+    assert [(record["kind"], record["length"]) for record in records] == [("train", 64), ("decode", 64)]
+    assert all(record["tokens_per_cpu_second"] > 0 and record["state_bytes"] > 0 for record in records)
     assert Path("bench.png").stat().st_size > 10_000
     assert "train" in done.out
 
 
-def test_full_attention_trains_and_writes(text: Path) -> None:
+def test_full_attention_trains_and_generates(text: Path) -> None:
     run(*train("run", "--objective.update", "64", "--training.steps", "3", "--model.fields", *SMALL, "attention=full"))
     assert not Path("run/codebooks.png").exists()
     run("generate", "run/model", "--text", "one two", "--max-new-tokens", "8")
@@ -265,20 +267,20 @@ def test_full_attention_trains_and_writes(text: Path) -> None:
         (("--data.unit", "file"), "data.unit does nothing with data.kind bytes"),
         (("--data.column", "text"), "data.column does nothing with data.kind bytes"),
         (("--model.fields", "reference=true", "form=parallel", "--model.compute", "bfloat16"), "form must be scan"),
-        (("--model.fields", "compute=bfloat16"), "that is --model.compute"),
-        (("--model.fields", "vocab_size=100"), "the tokenizer says it"),
+        (("--model.fields", "compute=bfloat16"), "use --model.compute"),
+        (("--model.fields", "vocab_size=100"), "determined by the tokenizer"),
     ],
 )
-def test_refused(flags: tuple[str, ...], message: str, text: Path) -> None:
+def test_invalid_settings_are_rejected(flags: tuple[str, ...], message: str, text: Path) -> None:
     Path("empty.bin").touch()
     fails(train("run", "--training.steps", "2", *flags), message)
     assert not Path("run").exists()
 
 
-def test_nothing_is_made_up(text: Path) -> None:
-    """Without a checkpoint there is an error, never random weights; and ids must fit."""
-    for asked in (("eval", "language", "absent", *DATA), ("generate", "absent", "--text", "a")):
-        fails(asked, "absent")
+def test_missing_or_mismatched_checkpoints_are_errors(text: Path) -> None:
+    """A missing checkpoint never means random weights, and the tokenizer must fit the model."""
+    for arguments in (("eval", "language", "absent", *DATA), ("generate", "absent", "--text", "a")):
+        fails(arguments, "absent")
     run(*train("run", "--training.steps", "1"))
     fails(
         ("eval", "language", "run/model", *DATA, "--objective.commit", "7"), "Unrecognized options: --objective.commit"
@@ -286,7 +288,7 @@ def test_nothing_is_made_up(text: Path) -> None:
     fails(("eval", "language", "run/model", "--data.validation", "text.bin", "--split", "test"), "--data.test")
     config = json.loads(Path("run/model/config.json").read_text())
     start = ("--model.preset", "None", "--model.fields", "--model.init", "run/model")
-    fails(train("more", *start, "--objective.codebooks", "data"), "has its codebooks")
+    fails(train("more", *start, "--objective.codebooks", "data"), "already has codebooks")
     fails(train("more", *start, "--model.fields", "d_model=64"), "only block and form")
     run(*train("more", *start, "--model.fields", "block=8", "--training.steps", "1"))
     tokenizer = Path("run/model/tokenizer_config.json")
@@ -298,8 +300,8 @@ def test_nothing_is_made_up(text: Path) -> None:
 
 
 @pytest.mark.parametrize("normalise", ["tokens", "positions"])
-def test_an_update_of_nothing_but_padding(normalise: str, text: Path) -> None:
-    """It is no NaN: the record of it has no loss."""
+def test_update_with_only_padding_has_no_loss(normalise: str, text: Path) -> None:
+    """Its record omits the loss rather than writing NaN."""
     Path("short.bin").write_bytes(b"twenty-four bytes of it.")
     run(*train("run", "--data.train", "short.bin", "--data.shares", "100", "0", "0", "--training.steps", "4",
                "--training.log-every", "1", "--objective.normalise", normalise))  # fmt: skip

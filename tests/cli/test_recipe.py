@@ -1,4 +1,4 @@
-"""Settings are the same as a dataclass and as TOML, and what is wrong in a recipe is named."""
+"""Settings survive the conversion to TOML and back, and mistakes in a recipe are reported."""
 
 import dataclasses
 import tomllib
@@ -16,7 +16,7 @@ from flaxen.errors import InputError
 from flaxen.tasks.objective import DenoiseObjective
 from flaxen.train.settings import Optimizer, Schedule, Tracking, Training
 
-# Nothing at its default, so that a field that is lost shows.
+# No field has its default value, so that the test notices if one gets lost.
 EVERYTHING = Settings(
     out=Path("runs") / "a run",
     model=ModelSettings(init="some/model", tokenizer="bytes", compute="bfloat16", dropout=0.25, remat=True),
@@ -73,8 +73,8 @@ def test_settings_survive_toml(settings: Settings) -> None:
     assert recipe.from_dict(Settings, read, "here") == settings
 
 
-def test_nothing_of_everything_is_a_default() -> None:
-    """Else the test above would not see it vanish. What excludes each other cannot all be set."""
+def test_everything_differs_from_the_defaults() -> None:
+    """Otherwise the test above would miss a lost field. Settings that exclude each other cannot all be set."""
     same = []
     for part in ("data", "objective", "optimizer", "schedule", "training", "tracking"):
         ours = getattr(EVERYTHING, part)
@@ -84,27 +84,27 @@ def test_nothing_of_everything_is_a_default() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Command(Settings):
-    """The command without the tests' type checker, which knows nothing of tyro.MISSING."""
+    """The settings without the type checker of the tests, which does not accept tyro.MISSING."""
 
 
-def test_a_recipe_is_the_default_of_the_flags(tmp_path: Path) -> None:
+def test_recipe_sets_defaults_and_flags_override_it(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[model]\npreset = "t5-small"\n[data]\ntrain = "one.txt"\n[optimizer]\nlearning_rate = 1\n')
     read = recipe.read(Command, path)
     assert read.out is tyro.MISSING
-    assert read.data.train == ("one.txt",)  # one file need not be a list
-    assert isinstance(read.optimizer.learning_rate, float)  # an integer is a float
+    assert read.data.train == ("one.txt",)  # a single file may be written without a list
+    assert isinstance(read.optimizer.learning_rate, float)  # integers are converted
     flags = ["--out", "run", "--optimizer.learning-rate", "2.5"]
-    chosen = tyro.cli(Command, args=flags, default=read)
-    assert (chosen.out, chosen.optimizer.learning_rate) == (Path("run"), 2.5)
-    assert chosen.model == ModelSettings(preset="t5-small")
+    parsed = tyro.cli(Command, args=flags, default=read)
+    assert (parsed.out, parsed.optimizer.learning_rate) == (Path("run"), 2.5)
+    assert parsed.model == ModelSettings(preset="t5-small")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[trainig]\nsteps = 5", r"no setting 'trainig'; did you mean 'training'\?; there are model, out, "),
-        ("[training]\nstep = 5", r"r\.toml, \[training\]: no setting 'step'; did you mean 'steps'\?"),
+        ("[trainig]\nsteps = 5", r"unknown setting 'trainig'; did you mean 'training'\?; available: model, out, "),
+        ("[training]\nstep = 5", r"r\.toml, \[training\]: unknown setting 'step'; did you mean 'steps'\?"),
         ("[training]\nsteps = 5.5", r"\[training\]: steps must be int, got 5\.5"),
         ("[training]\nsteps = true", "steps must be int, got True"),
         ("[training]\nkeep_best = 3", "keep_best must be str, got 3"),
@@ -119,15 +119,15 @@ def test_a_recipe_is_the_default_of_the_flags(tmp_path: Path) -> None:
         ("[training\n", r"r\.toml is not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_mistakes_in_a_recipe_are_reported(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         recipe.read(Settings, path)
 
 
-def test_files_that_are_no_recipe(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no recipe .*none\.toml; recipes are TOML files"):
+def test_unreadable_recipes_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.toml does not exist; --recipe expects a TOML file"):
         recipe.read(Settings, tmp_path / "none.toml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="binary is not valid TOML"):

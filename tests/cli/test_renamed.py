@@ -17,33 +17,33 @@ def test_old_flags_report_the_new_spelling(capsys: pytest.CaptureFixture[str]) -
     new = ["--generation.num-beams", "4", "--objective.label-smoothing=0.1", "--sample-images", "3"]
     new += ["--writings", "writing"]
     assert current_flags(old) == new
-    said = capsys.readouterr().err.splitlines()
-    assert said[:2] == [
+    messages = capsys.readouterr().err.splitlines()
+    assert messages[:2] == [
         "flaxen: --writing.num-beams is now called --generation.num-beams",
         "flaxen: --objective.smoothing is now called --objective.label-smoothing",
     ]
-    assert len(said) == 3
+    assert len(messages) == 3
     assert current_flags(new) == new
 
 
-def test_old_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_recipes_are_read_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "old.toml"
     path.write_text(
         "out = 'run'\n[model]\npreset = 't5-small'\n[objective]\nsmoothing = 0.1\n[writing]\nexamples = 7\n"
     )
-    found = recipe.read(Seq2SeqSettings, path)
-    assert (found.objective.label_smoothing, found.generation.examples) == (0.1, 7)
+    settings = recipe.read(Seq2SeqSettings, path)
+    assert (settings.objective.label_smoothing, settings.generation.examples) == (0.1, 7)
     assert f"{path}: writing is now called generation" in capsys.readouterr().err
 
 
-def test_run_directories_are_read_silently(capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_run_directories_are_read_silently(capsys: pytest.CaptureFixture[str]) -> None:
     recorded = {"task": "denoise", "objective": {"density": 0.3}}
     assert current_settings(recorded, "config.toml")["objective"] == {"noise_density": 0.3}
     assert recorded["objective"] == {"density": 0.3}
     assert capsys.readouterr().err == ""
 
 
-def test_both_names_at_once() -> None:
+def test_old_and_new_name_together_are_an_error() -> None:
     with pytest.raises(InputError, match="sets both writing and generation"):
         current_settings({"writing": {}, "generation": {}}, "recipe.toml")
 

@@ -1,4 +1,4 @@
-"""Fine-tuning as a person types it: pairs to model, scored and resumed; and what happens when a pair is wrong."""
+"""Fine-tuning on the command line: train, evaluate, resume; and how invalid pairs are reported."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sums to write out: a task that has answers."""
+    """Words and their first letters: a task with exact answers."""
     directory, draw = tmp_path_factory.mktemp("material"), random.Random(0)
     rows = []
     for i in range(120):
@@ -63,11 +63,11 @@ def trained(
     return out
 
 
-def test_a_run_scores_what_it_writes(trained: Path) -> None:
-    found = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    scored = [one for one in found if one["kind"] == "eval"]
-    assert [one["step"] for one in scored] == [4, 8]
-    assert {"loss", "rouge1", "rougeLsum", "bleu", "chrf", "exact_match"} <= scored[0].keys()
+def test_run_writes_metrics_and_predictions(trained: Path) -> None:
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    assert [record["step"] for record in evaluations] == [4, 8]
+    assert {"loss", "rouge1", "rougeLsum", "bleu", "chrf", "exact_match"} <= evaluations[0].keys()
     for step in (4, 8):
         lines = [json.loads(line) for line in (trained / "predictions" / f"step-{step}.jsonl").read_text().splitlines()]
         assert [line["id"] for line in lines] == [f"w{i}" for i in range(6)]
@@ -80,16 +80,19 @@ def test_frozen_weights_stay_bit_for_bit(trained: Path, material: Path, tmp_path
     fresh = command(*flags(material, tmp_path / "run", "--training.steps", "1", "--optimizer.learning-rate", "1e-30"))
     assert fresh.code == 0, fresh.err
     before, after = Safetensors(tmp_path / "run" / "model"), Safetensors(trained / "model")
-    still = {name for name in before if np.array_equal(before[name], after[name])}
-    assert still == {"shared.weight", *(name for name in before if "encoder" in name and "DenseReluDense.w" in name)}
+    unchanged = {name for name in before if np.array_equal(before[name], after[name])}
+    assert unchanged == {
+        "shared.weight",
+        *(name for name in before if "encoder" in name and "DenseReluDense.w" in name),
+    }
     unknown = command(*flags(material, tmp_path / "other", "--optimizer.freeze", "encodr.*"))
     assert unknown.code == 1
     assert "no weight matches 'encodr.*'" in unknown.message
     assert not (tmp_path / "other").exists()
 
 
-def test_evaluation_of_the_exported_model(trained: Path, material: Path, tmp_path: Path) -> None:
-    """The run's last evaluation again, from its files: the loss over all pairs, the scores over those it wrote for."""
+def test_eval_reproduces_the_last_evaluation_of_training(trained: Path, material: Path, tmp_path: Path) -> None:
+    """The loss is over all pairs, the generation metrics over the first --examples."""
     last = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()][-1]
     data = ["--data.train", material / "pairs.jsonl", "--data.validation-percent", "10", "--data.cache",
             material / "cache", "--data.source", "first of {word}", "--data.target", "first",
@@ -109,22 +112,22 @@ def test_preview_replay_and_export(trained: Path, material: Path, tmp_path: Path
                     "--objective.batching", "packed", "--objective.source-length", "64")  # fmt: skip
     assert shown.code == 0, shown.err
     assert "reads  first of" in shown.out
-    assert "┃ first of" in shown.out  # several to a row
+    assert "┃ first of" in shown.out  # several pairs in one row
     assert command("preview", "seq2seq", "--recipe", trained / "config.toml").code == 0
     replayed = command("replay", trained, "--step", 7)
     assert replayed.code == 0, replayed.err
     recorded = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    loss = next(one["loss"] for one in recorded if one["kind"] == "train" and one["step"] == 7)
+    loss = next(r["loss"] for r in recorded if r["kind"] == "train" and r["step"] == 7)
     assert f"loss {loss!r}"[:14] in replayed.out
     assert command("export", trained, tmp_path / "exported", "--step", 8).code == 0
     assert flaxen.load(tmp_path / "exported").config.attention == "transient-global"
 
 
 @pytest.mark.optimised
-def test_a_killed_run_ends_bit_for_bit_alike(material: Path, tmp_path: Path) -> None:
-    """Packed; the runs above are grouped, and tests/train/test_resume.py kills at many more moments."""
-    whole = command(*flags(material, tmp_path / "whole", "--objective.batching", "packed", "--quiet"))
-    assert whole.code == 0, whole.err
+def test_resumed_run_equals_uninterrupted_run(material: Path, tmp_path: Path) -> None:
+    """With packed batches (the runs above use grouped ones). tests/train/test_resume.py kills at many more moments."""
+    uninterrupted = command(*flags(material, tmp_path / "whole", "--objective.batching", "packed", "--quiet"))
+    assert uninterrupted.code == 0, uninterrupted.err
     out = tmp_path / "killed"
     arguments = [*map(str, flags(material, out, "--objective.batching", "packed", "--quiet"))]
     process = subprocess.Popen([sys.executable, "-m", "flaxen.cli.main", *arguments], env={**os.environ})
@@ -133,13 +136,13 @@ def test_a_killed_run_ends_bit_for_bit_alike(material: Path, tmp_path: Path) -> 
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (out / "model").exists()
-    again = command(*arguments)
-    assert again.code == 0, again.err
-    clockless = lambda path: [  # noqa: E731
+    resumed = command(*arguments)
+    assert resumed.code == 0, resumed.err
+    without_timings = lambda path: [  # noqa: E731
         {name: value for name, value in json.loads(line).items() if name not in ("tokens_per_second", "mfu")}
         for line in (path / "metrics.jsonl").read_text().splitlines()
     ]
-    assert clockless(out) == clockless(tmp_path / "whole")
+    assert without_timings(out) == without_timings(tmp_path / "whole")
     for name in ("model/model.safetensors", "best/model.safetensors", "predictions/step-8.jsonl"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -156,15 +159,15 @@ def test_a_killed_run_ends_bit_for_bit_alike(material: Path, tmp_path: Path) -> 
         (["--training.keep-best", "rouge9"], "keep_best='rouge9' is not measured"),
         (["--generation.num-beams", "0"], "num_beams"),
     ],
-    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_said_and_nothing_is_left(
+def test_errors_are_reported_and_leave_no_files(
     material: Path, tmp_path: Path, change: list[str], message: str
 ) -> None:
     row = {"word": "ab", "first": "a"}
     (material / "empty.jsonl").write_text("\n".join(map(json.dumps, [row, {**row, "first": ""}])))
     (material / "twice.jsonl").write_text("\n".join(map(json.dumps, [row, row])))
-    done = command(*flags(material, tmp_path / "out", *(one.format(material=material) for one in change)))
+    done = command(*flags(material, tmp_path / "out", *(flag.format(material=material) for flag in change)))
     assert done.code == 1
     assert message in done.message
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Training as a person types it: from a text to a model, again and again, and what happens when something is wrong."""
+"""Training on the command line: from a text to a model, resuming, inspecting; and how wrong input is reported."""
 
 import json
 import math
@@ -52,13 +52,13 @@ FLAGS = (
 )  # fmt: skip
 
 
-def spelled(material: Path, flags: tuple[str, ...]) -> list[object]:
+def expand(material: Path, flags: tuple[str, ...]) -> list[object]:
     return [flag.format(material=material) for flag in flags]
 
 
 def arguments(material: Path, out: Path, *more: object) -> list[object]:
-    """Of the run that most tests here begin with. A later flag wins over an earlier one."""
-    return ["train", "denoise", "--out", out, *spelled(material, FLAGS), *more]
+    """Return the flags of the run that most tests start from. Later flags override earlier ones."""
+    return ["train", "denoise", "--out", out, *expand(material, FLAGS), *more]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def run(material: Path) -> Path:
 
 
 def unfinished(run: Path, out: Path) -> Path:
-    """The run as a kill after its second checkpoint would have left it."""
+    """Copy the run in the state it would have if it had been killed after its second checkpoint."""
     shutil.copytree(run, out)
     shutil.rmtree(out / "checkpoints" / "6")
     shutil.rmtree(out / "model")
@@ -79,8 +79,8 @@ def unfinished(run: Path, out: Path) -> Path:
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [one for one in found if one["kind"] == kind]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in lines if record["kind"] == kind]
 
 
 def weights(run: Path) -> bytes:
@@ -98,34 +98,34 @@ def steps_in(run: Path) -> list[str]:
 # --- A run -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_leaves(run: Path) -> None:
+def test_files_of_a_complete_run(run: Path) -> None:
     names = ["checkpoints", "config.toml", "lock", "metrics.jsonl", "model", "run.json"]
     assert sorted(path.name for path in run.iterdir()) == names
     assert steps_in(run) == ["4", "6"]
-    assert [one["step"] for one in records(run, "train")] == [1, 2, 3, 4, 5, 6]
-    assert [one["step"] for one in records(run, "eval")] == [3, 6]
-    measured = {"loss", "perplexity", "accuracy", "bits_per_byte"}
-    for one in records(run, "train"):
-        assert measured | {"gradient_norm", "learning_rate"} <= set(one)
-    for one in records(run, "eval"):
-        assert set(one) == {"step", "kind"} | measured
+    assert [record["step"] for record in records(run, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records(run, "eval")] == [3, 6]
+    metrics = {"loss", "perplexity", "accuracy", "bits_per_byte"}
+    for record in records(run, "train"):
+        assert metrics | {"gradient_norm", "learning_rate"} <= set(record)
+    for record in records(run, "eval"):
+        assert set(record) == {"step", "kind"} | metrics
     resolved = json.loads((run / "run.json").read_text())["resolved"]
     assert (resolved["steps"], resolved["model"]["d_model"], resolved["example"]["inputs"]) == (6, 16, 32)
 
 
-def test_its_config_is_a_recipe_for_the_same_run(run: Path, tmp_path: Path) -> None:
+def test_config_of_a_run_is_a_recipe_that_reproduces_it(run: Path, tmp_path: Path) -> None:
     done = command("train", "denoise", "--recipe", run / "config.toml", "--out", tmp_path / "again", "--quiet")
     assert (done.code, done.out, done.err) == (0, "", "")
     assert weights(tmp_path / "again") == weights(run)
     assert records(tmp_path / "again", "eval") == records(run, "eval")
 
 
-def test_print_config_is_that_config(material: Path, run: Path, tmp_path: Path) -> None:
+def test_print_config_equals_the_config_of_the_run(material: Path, run: Path, tmp_path: Path) -> None:
     done = command(*arguments(material, run, "--print-config"))
     assert (done.code, done.out) == (0, (run / "config.toml").read_text())
 
 
-def test_transformers_computes_the_same(run: Path) -> None:
+def test_transformers_computes_the_same_logits(run: Path) -> None:
     ours = flaxen.load(run / "model")
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(run / "model").eval()
     draw = np.random.default_rng(0)
@@ -138,22 +138,22 @@ def test_transformers_computes_the_same(run: Path) -> None:
     assert tokenizer("a text").input_ids == ours.tokenizer.encode("a text")
 
 
-def test_a_complete_run_is_left_as_it_is(material: Path, run: Path) -> None:
+def test_rerunning_a_complete_run_changes_nothing(material: Path, run: Path) -> None:
     before = contents(run)
     done = command(*arguments(material, run))
     assert (done.code, done.message) == (0, "going on from step 6 of 6 the run is complete: 6 steps")
     assert contents(run) == before
 
 
-def test_what_no_number_depends_on_may_change(material: Path, run: Path, tmp_path: Path) -> None:
-    """And the same text may lie elsewhere."""
+def test_settings_that_do_not_affect_results_may_change_on_resume(material: Path, run: Path, tmp_path: Path) -> None:
+    """The training text may also be moved."""
     out = unfinished(run, tmp_path / "run")
     shutil.copy(material / "text.txt", tmp_path / "moved.txt")
     free = ["--training.log-every", 2, "--training.keep", 1, "--tracking.tensorboard", "--tracking.name", "other"]
     done = command(*arguments(material, out, *free, "--data.train", tmp_path / "moved.txt"))
     assert done.code == 0, done.err
     assert weights(out) == weights(run)
-    assert [one["step"] for one in records(out, "train")] == [1, 2, 3, 4, 6]
+    assert [record["step"] for record in records(out, "train")] == [1, 2, 3, 4, 6]
     assert records(out, "eval") == records(run, "eval")
     assert steps_in(out) == ["6"]
     (events,) = out.glob("events.*")
@@ -162,9 +162,9 @@ def test_what_no_number_depends_on_may_change(material: Path, run: Path, tmp_pat
 
 
 @pytest.mark.parametrize("size", [5, 32])
-def test_eval_measures_what_the_run_did(size: int, material: Path, run: Path) -> None:
-    """To 1e-5, for any batch size: only the order of additions differs."""
-    done = command("eval", "denoise", run / "model", *spelled(material, TEXT), "--seed", 3, "--batch-size", size)
+def test_eval_equals_the_evaluation_of_the_run(size: int, material: Path, run: Path) -> None:
+    """To 1e-5 for any batch size: only the order of summation differs."""
+    done = command("eval", "denoise", run / "model", *expand(material, TEXT), "--seed", 3, "--batch-size", size)
     assert done.code == 0, done.err
     expected = {name: value for name, value in records(run, "eval")[-1].items() if name not in ("step", "kind")}
     assert json.loads(done.out) == pytest.approx(expected, rel=1e-5)
@@ -172,16 +172,16 @@ def test_eval_measures_what_the_run_did(size: int, material: Path, run: Path) ->
 
 def test_eval_needs_no_training_text(material: Path, run: Path, tmp_path: Path) -> None:
     (tmp_path / "held out.txt").write_text((material / "text.txt").read_text()[:3000])
-    held = ["--data.validation", tmp_path / "held out.txt", "--data.cache", tmp_path, *spelled(material, TEXT[4:])]
-    done = command("eval", "denoise", run / "model", *held)
+    held_out = ["--data.validation", tmp_path / "held out.txt", "--data.cache", tmp_path, *expand(material, TEXT[4:])]
+    done = command("eval", "denoise", run / "model", *held_out)
     assert done.code == 0, done.err
     assert math.isfinite(json.loads(done.out)["loss"])
 
 
-def test_a_start_from_a_checkpoint_of_transformers(material: Path, byt5: Path, tmp_path: Path) -> None:
-    """The first loss is that checkpoint's, to 1e-5."""
+def test_training_starts_from_a_transformers_checkpoint(material: Path, byt5: Path, tmp_path: Path) -> None:
+    """The first loss equals the one of transformers to 1e-5."""
     out = tmp_path / "run"
-    flags = ["--model.init", byt5, *spelled(material, TEXT), "--training.batch-size", 4, "--training.steps", 2]
+    flags = ["--model.init", byt5, *expand(material, TEXT), "--training.batch-size", 4, "--training.steps", 2]
     flags += ["--optimizer.name", "adamw", "--training.log-every", 1, "--quiet"]
     done = command("train", "denoise", "--out", out, *flags)
     assert done.code == 0, done.err
@@ -195,12 +195,12 @@ def test_a_start_from_a_checkpoint_of_transformers(material: Path, byt5: Path, t
     with torch.no_grad():
         expected = float(theirs(**batch).loss)
     assert records(out, "train")[0]["loss"] == pytest.approx(expected, rel=1e-5)
-    made = flaxen.load(out / "model")
-    assert (made.config.n_layers, made.config.n_decoder_layers, made.config.vocab_size) == (4, 1, 384)
+    trained = flaxen.load(out / "model")
+    assert (trained.config.n_layers, trained.config.n_decoder_layers, trained.config.vocab_size) == (4, 1, 384)
     assert weights(out) != (byt5 / "model.safetensors").read_bytes()
 
 
-# --- Looking at it ---------------------------------------------------------------------------------------------------
+# --- Preview and replay ----------------------------------------------------------------------------------------------
 
 
 CODES = "[bold]x[/bold] :smile: y "
@@ -208,20 +208,20 @@ CODES = "[bold]x[/bold] :smile: y "
 
 @pytest.fixture(scope="module")
 def diverged(material: Path) -> Done:
-    """A run whose second step meets what the first has made of the weights."""
+    """A run with a huge learning rate, whose loss is not finite at the second step."""
     wild = ["--optimizer.learning-rate", "1e30", "--optimizer.clip", 0, "--training.eval-every", 0]
     more = ["--training.save-every", 1, "--training.keep", 9, "--quiet"]
     return command(*arguments(material, material / "diverged", *wild, *more))
 
 
 @pytest.fixture(scope="module")
-def looked(material: Path, run: Path, diverged: Done) -> dict[str, Done]:
-    """All that is only looked at, in one process."""
+def inspected(material: Path, run: Path, diverged: Done) -> dict[str, Done]:
+    """Results of all commands that only read a run, made in one process."""
     (material / "codes.txt").write_text(f"{CODES}\n" * 100)
-    shown = ["--data.train", material / "codes.txt", *spelled(material, TEXT[2:])]
+    shown = ["--data.train", material / "codes.txt", *expand(material, TEXT[2:])]
     before = contents(run)
     commands: dict[str, list[object]] = {
-        "preview": ["preview", *spelled(material, FLAGS[:4]), *shown, "--examples", 2],
+        "preview": ["preview", *expand(material, FLAGS[:4]), *shown, "--examples", 2],
         "replay 5": ["replay", run, "--step", 5],
         "replay 2": ["replay", run, "--step", 2, "--examples", 1, "--weights", 3],
         "too late": ["replay", run, "--step", 7],
@@ -233,24 +233,28 @@ def looked(material: Path, run: Path, diverged: Done) -> dict[str, Done]:
     return done
 
 
-def test_preview(looked: dict[str, Done]) -> None:
-    done = looked["preview"]
+def test_preview(inspected: dict[str, Done]) -> None:
+    done = inspected["preview"]
     assert (done.code, done.err) == (0, "")
-    # 100 lines of 26 tokens, of which the first 5 validate, in rows of 34.
+    # 100 lines of 26 tokens, the first 5 of which are validation data, in rows of 34.
     assert "72 training and 3 validation examples of 34 tokens; each has 5 tokens in 2 hole" in done.out
     assert "32 tokens in, 8 out" in done.out
     assert "384 ids, sentinels 258, 257, 256, …; model: 384 rows" in done.out
     assert [done.out.count(f"{title}  ") for title in ("   text", "  reads", " writes")] == [2, 2, 2]
-    # As it is: no colours, no pictures.
-    assert all(one.rstrip() in CODES * 100 for one in re.findall("   text  (.*)", done.out))
+    # The text is printed verbatim: no markup, no emoji.
+    assert all(text.rstrip() in CODES * 100 for text in re.findall("   text  (.*)", done.out))
     assert done.out.count("‹0›") == done.out.count("‹1›") == 4
 
 
-@pytest.mark.parametrize(("step", "begin"), [(5, "from checkpoint 4: 1 to make"), (2, "from the start: 2 to make")])
-def test_replay_gives_the_loss_to_the_last_bit(step: int, begin: str, run: Path, looked: dict[str, Done]) -> None:
-    done, record = looked[f"replay {step}"], records(run, "train")[step - 1]
+@pytest.mark.parametrize(
+    ("step", "start"), [(5, "checkpoint 4, steps to compute: 1"), (2, "step 0, steps to compute: 2")]
+)
+def test_replay_reproduces_loss_and_gradient_norm_exactly(
+    step: int, start: str, run: Path, inspected: dict[str, Done]
+) -> None:
+    done, record = inspected[f"replay {step}"], records(run, "train")[step - 1]
     assert (done.code, done.err) == (0, "")
-    assert begin in done.out
+    assert start in done.out
     numbers = f"loss {record['loss']!r}, gradient norm {record['gradient_norm']!r}"
     assert f"step {step}: {numbers}, learning rate {record['learning_rate']!r}" in done.out
     assert "all gradients are finite" in done.out
@@ -258,25 +262,25 @@ def test_replay_gives_the_loss_to_the_last_bit(step: int, begin: str, run: Path,
     assert shown == ((2, 12) if step == 5 else (1, 3))
 
 
-def test_what_cannot_be_replayed(material: Path, looked: dict[str, Done]) -> None:
-    late, none = looked["too late"], looked["no run"]
-    assert (late.code, late.err) == (1, "flaxen: --step must be in 1 … 6, the steps of the run; got 7\n")
+def test_invalid_replays_are_reported(material: Path, inspected: dict[str, Done]) -> None:
+    late, none = inspected["too late"], inspected["no run"]
+    assert (late.code, late.err) == (1, "flaxen: --step must be between 1 and 6, got 7\n")
     assert (none.code, none.err) == (1, f"flaxen: {material} is no run directory: it has no config.toml\n")
 
 
-def test_a_loss_that_is_not_finite(material: Path, diverged: Done, looked: dict[str, Done]) -> None:
+def test_non_finite_loss_stops_the_run(material: Path, diverged: Done, inspected: dict[str, Done]) -> None:
     out = material / "diverged"
     assert diverged.code == 1
     assert diverged.err.startswith("flaxen: step 2: the loss is ")
     assert f"flaxen replay {out} --step 2\n" in diverged.err
     assert steps_in(out) == ["1"]
     assert not (out / "model").exists()
-    assert [one["step"] for one in records(out, "train")] == [1]
-    replayed = looked["diverged"]
+    assert [record["step"] for record in records(out, "train")] == [1]
+    replayed = inspected["diverged"]
     assert (replayed.code, replayed.err) == (0, "")
-    assert "from checkpoint 1: 1 to make" in replayed.out
+    assert "starting from checkpoint 1, steps to compute: 1" in replayed.out
     assert re.search(r"step 2: .*\b(nan|inf)\b", replayed.out)
-    assert "gradients have entries that are not finite" in replayed.out
+    assert "gradients have non-finite entries" in replayed.out
 
 
 # --- Bad input -------------------------------------------------------------------------------------------------------
@@ -288,19 +292,19 @@ BAD = {
     "a binary file": (["--data.train", "{tmp}/binary.txt"], 1, "{tmp}/binary.txt looks like a binary file"),
     "not UTF-8": (["--data.train", "{tmp}/latin.txt"], 1, "latin.txt, line 2: byte 5 (0xe9) is not UTF-8"),
     "no sentinels": (["--model.tokenizer", "{tmp}/bare"], 1, "the tokenizer has no sentinels"),
-    "no tokenizer": (["--model.tokenizer", "{tmp}/empty"], 1, "holds no tokenizer"),
+    "no tokenizer": (["--model.tokenizer", "{tmp}/empty"], 1, "has no tokenizer; expected tokenizer.json"),
     "too many holes": (
         ["--objective.input-length", "256", "--objective.noise-density", "0.5", "--objective.mean-span", "1"],
         1, "have 127 holes and the tokenizer only 100 sentinels; lower objective.input_length or raise",
     ),
     "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 cannot be computed in 3 equal pieces"),
     "steps and epochs": (["--training.epochs", "2"], 2, "either as training.steps or as training.epochs"),
-    "two starts": (["--model.preset", "t5-small"], 2, "name one start of the model"),
+    "two starts": (["--model.preset", "t5-small"], 2, "exactly one of model.init, model.preset and model.config"),
     "a flag": (["--training.stepz", "2"], 2, "--training.steps"),
     "warmup": (["--schedule.warmup", "6"], 1, "schedule.warmup=6 must be less than the 6 steps of the run"),
     "metric": (["--training.keep-best", "los"], 1, "keep_best='los' is not measured; there are loss, perplexity"),
     "tracker": (["--tracking.wandb", "project"], 1, "wandb is not installed: pip install 'wandb'"),
-    "recipe": (["--recipe", "{tmp}/none.toml"], 1, "no recipe {tmp}/none.toml"),
+    "recipe": (["--recipe", "{tmp}/none.toml"], 1, "{tmp}/none.toml does not exist; --recipe"),
     "a file as output": (["--out", "{tmp}/text.txt"], 1, "{tmp}/text.txt is a file"),
     "something else there": (["--out", "{tmp}/thesis"], 1, "holds something else than a run of Flaxen (thesis.tex)"),
     "checkpoints of a run": (["--out", "{tmp}/orphan"], 1, "holds something else than a run of Flaxen (checkpoints)"),
@@ -309,7 +313,7 @@ BAD = {
 
 @pytest.fixture
 def bad(material: Path, tmp_path: Path) -> Path:
-    """A directory of wrong things."""
+    """A directory of unusable inputs and outputs."""
     shutil.copy(material / "text.txt", tmp_path / "text.txt")
     (tmp_path / "empty.txt").write_text("\n \n\n")
     (tmp_path / "short.txt").write_text("short\ntext\n")
@@ -321,7 +325,7 @@ def bad(material: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def assert_refused(done: Done, code: int, words: str) -> None:
+def assert_rejected(done: Done, code: int, words: str) -> None:
     assert done.code == code, done.err
     assert words in done.message
     assert "Traceback" not in done.err
@@ -338,23 +342,25 @@ def test_bad_input_is_one_message_and_leaves_nothing(case: str, material: Path, 
             (bad / "bare" / name).write_bytes(content)
     before = contents(bad)
     done = command(*arguments(material, bad / "run", *(flag.format(tmp=bad) for flag in flags)))
-    assert_refused(done, code, words.format(tmp=bad))
+    assert_rejected(done, code, words.format(tmp=bad))
     assert contents(bad) == before
     assert not list((material / "cache").glob("*.partial"))
 
 
-def from_nothing(material: Path, out: Path, *start: object) -> list[object]:
-    return ["train", "denoise", "--out", out, *start, *spelled(material, TEXT), "--training.steps", 2]
+def train_new_model(material: Path, out: Path, *start: object) -> list[object]:
+    return ["train", "denoise", "--out", out, *start, *expand(material, TEXT), "--training.steps", 2]
 
 
-def test_an_unknown_preset(material: Path, tmp_path: Path) -> None:
-    done = command(*from_nothing(material, tmp_path / "run", "--model.preset", "t5-smal", "--model.tokenizer", "bytes"))
-    assert_refused(done, 1, "no preset 't5-smal'; did you mean 't5-small'?")
+def test_unknown_preset_is_reported(material: Path, tmp_path: Path) -> None:
+    done = command(
+        *train_new_model(material, tmp_path / "run", "--model.preset", "t5-smal", "--model.tokenizer", "bytes")
+    )
+    assert_rejected(done, 1, "no preset 't5-smal'; did you mean 't5-small'?")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_of_another_model(material: Path, run: Path, tmp_path: Path) -> None:
-    """By its name, or by its weights: these are only read when the training begins."""
+def test_mismatched_checkpoint_is_reported(material: Path, run: Path, tmp_path: Path) -> None:
+    """By its model_type, or by its weights, which are only read when training starts."""
     for name in ("kind", "weights"):
         shutil.copytree(run / "model", tmp_path / name)
     config = json.loads((run / "model" / "config.json").read_text())
@@ -362,22 +368,22 @@ def test_a_checkpoint_of_another_model(material: Path, run: Path, tmp_path: Path
     (tmp_path / "weights" / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
     before = contents(tmp_path)
     for name, words in (("kind", "model_type 'bert'; supported: t5, mt5"), ("weights", "encoder.block.1.")):
-        done = command(*from_nothing(material, tmp_path / "run", "--model.init", tmp_path / name))
-        assert_refused(done, 1, words)
+        done = command(*train_new_model(material, tmp_path / "run", "--model.init", tmp_path / name))
+        assert_rejected(done, 1, words)
     assert contents(tmp_path) == before
 
 
-def test_a_run_with_checkpoints_of_another_model(material: Path, run: Path, tmp_path: Path) -> None:
+def test_mismatched_checkpoints_of_a_run_are_reported(material: Path, run: Path, tmp_path: Path) -> None:
     out = unfinished(run, tmp_path / "run")
     shutil.rmtree(out / "checkpoints")
     with closing(Checkpoints(out / "checkpoints")) as others:
         others.save(4, {"model": {"embedding": {"weight": jnp.zeros((384, 32))}}, "step": jnp.zeros((), jnp.int32)}, {})
     before = contents(out)
     done = command(*arguments(material, out))
-    assert_refused(done, 1, f"checkpoint 4 in {out / 'checkpoints'} is of another model or optimizer")
+    assert_rejected(done, 1, f"checkpoint 4 in {out / 'checkpoints'} is of another model or optimizer")
     assert "absent there" in done.message
     after = contents(out)
-    assert after.pop(out / "config.toml") != before.pop(out / "config.toml")  # which says where it lies now
+    assert after.pop(out / "config.toml") != before.pop(out / "config.toml")  # which records the new path
     assert after == before
 
 
@@ -385,7 +391,7 @@ def test_changed_settings_are_named(material: Path, run: Path) -> None:
     before = contents(run)
     flags = ["--training.steps", 7, "--training.seed", 4, "--optimizer.b1", 0.8, "--model.remat"]
     done = command(*arguments(material, run, *flags))
-    assert_refused(done, 1, f"{run} holds another run, which cannot go on with something changed:")
+    assert_rejected(done, 1, f"{run} holds another run, which cannot go on with something changed:")
     for line in (
         "model.remat: was False, is True",
         "optimizer.b1: was 0.9, is 0.8",
@@ -401,39 +407,39 @@ def test_changed_data_is_named(material: Path, run: Path, tmp_path: Path) -> Non
     before = contents(run)
     (tmp_path / "text.txt").write_text((material / "text.txt").read_text() + " and more")
     done = command(*arguments(material, run, "--data.train", tmp_path / "text.txt"))
-    assert_refused(done, 1, "training_data: was '")
+    assert_rejected(done, 1, "training_data: was '")
     assert contents(run) == before
 
 
-def test_a_run_that_another_process_has(material: Path, run: Path) -> None:
+def test_run_in_use_by_another_process_is_reported(material: Path, run: Path) -> None:
     import fcntl
 
     with (run / "lock").open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert_refused(command(*arguments(material, run)), 1, f"another process is training in {run}")
+        assert_rejected(command(*arguments(material, run)), 1, f"another process is training in {run}")
 
 
-def test_a_full_disk(material: Path, run: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for it: neither the tokens nor a checkpoint fit.
+def test_full_disk_loses_nothing(material: Path, run: Path, tmp_path: Path) -> None:
+    """A file size limit simulates a full disk: neither the tokens nor a checkpoint fit.
 
-    What was there before stays, and with room the same command ends as if nothing had happened.
+    Earlier checkpoints stay intact, and without the limit the same command completes the run.
     """
     out = unfinished(run, tmp_path / "run")
-    kept = contents(out / "checkpoints")
+    before = contents(out / "checkpoints")
     fresh = arguments(material, tmp_path / "new", "--data.cache", tmp_path / "cache", "--quiet")
     tokens, checkpoint = child(fresh, arguments(material, out, "--quiet"), limit=10_000)
 
-    assert_refused(tokens, 1, f"no space for the tokens of {material / 'text.txt'} in {tmp_path / 'cache'}")
+    assert_rejected(tokens, 1, f"no space for the tokens of {material / 'text.txt'} in {tmp_path / 'cache'}")
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "cache").iterdir()) == []
 
-    assert_refused(checkpoint, 1, f"a checkpoint cannot be written to {out / 'checkpoints'}: ")
+    assert_rejected(checkpoint, 1, f"a checkpoint cannot be written to {out / 'checkpoints'}: ")
     assert "File too large" in checkpoint.err
     assert "Checkpoints there: 4. Is the disk full?" in checkpoint.err
-    assert contents(out / "checkpoints") == kept
+    assert contents(out / "checkpoints") == before
     assert not (out / "model").exists()
 
     done = command(*arguments(material, out, "--quiet"))
     assert done.code == 0, done.err
     assert weights(out) == weights(run)
-    assert [one["step"] for one in records(out, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records(out, "train")] == [1, 2, 3, 4, 5, 6]

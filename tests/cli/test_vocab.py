@@ -1,4 +1,4 @@
-"""flaxen vocab: a whole directory or none."""
+"""flaxen vocab writes a complete directory or nothing."""
 
 import signal
 import subprocess
@@ -25,7 +25,9 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bpe"])
-def test_writes_and_reports(kind: Any, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vocabulary_is_written_and_reported(
+    kind: Any, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "vocabulary"
     Vocab(out, corpus, kind=kind, size=600, sentinels=20).run(set())
     tokenizer = load_tokenizer(out)
@@ -42,7 +44,7 @@ def test_writes_and_reports(kind: Any, corpus: Corpus, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_without_sentinels_it_is_for_a_language_model(
+def test_vocabulary_without_sentinels_suggests_a_language_model(
     model_type: Any,
     corpus: Corpus,
     tmp_path: Path,
@@ -60,43 +62,43 @@ def test_without_sentinels_it_is_for_a_language_model(
     files = train_sentencepiece(texts, 600, sentinels=0, coverage=1.0, model_type=model_type)
     assert files == {path.name: path.read_bytes() for path in out.iterdir()}
     printed = capsys.readouterr().out
-    following = f"--model.preset vq-tiny --model.tokenizer {out} --data.train '{corpus.train[0]}'"
-    assert f"next      flaxen train language --out run {following}\n" in printed
+    flags_of_next = f"--model.preset vq-tiny --model.tokenizer {out} --data.train '{corpus.train[0]}'"
+    assert f"next      flaxen train language --out run {flags_of_next}\n" in printed
 
 
-def test_an_empty_directory_is_free(corpus: Corpus, tmp_path: Path) -> None:
+def test_empty_directory_may_be_written_to(corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     Vocab(tmp_path / "out", corpus, size=400).run(set())
     assert load_tokenizer(tmp_path / "out") is not None
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json"])
-def test_what_exists_is_refused(name: str, corpus: Corpus, tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(name: str, corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("{}")
     for out in (tmp_path / "out", tmp_path / "out" / name):
-        with pytest.raises(InputError, match="exists and is no empty directory"):
+        with pytest.raises(InputError, match="already exists and is not an empty directory"):
             Vocab(out, corpus, size=400).run(set())
-    with pytest.raises(InputError, match="is no directory that you may write to"):
+    with pytest.raises(InputError, match="is not a writable directory"):
         Vocab(tmp_path / "out" / name / "below", corpus, size=400).run(set())
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
 @pytest.mark.parametrize(
-    ("options", "given", "message"),
+    ("options", "given_flags", "message"),
     [
         ({"size": 50_000}, set(), "allows"),
         ({"size": 50}, set(), "size must be at least"),
         ({"coverage": 2.0}, {"coverage"}, "coverage must be"),
-        ({"kind": "bpe", "byte_fallback": True}, {"byte_fallback"}, "--byte-fallback belongs to SentencePiece"),
-        ({"kind": "bpe", "model_type": "bpe"}, {"model_type"}, "--model-type belongs to SentencePiece"),
+        ({"kind": "bpe", "byte_fallback": True}, {"byte_fallback"}, "--byte-fallback has no effect with --kind bpe"),
+        ({"kind": "bpe", "model_type": "bpe"}, {"model_type"}, "--model-type has no effect with --kind bpe"),
         ({"data": Corpus()}, set(), "--data.train"),
         ({"data": Corpus(train=("{tmp}/empty.txt",))}, set(), "expected text"),
         ({"data": Corpus(train=("{tmp}/latin.txt",))}, set(), "not UTF-8"),
     ],
 )
 def test_nothing_is_left_after_an_error(
-    options: dict[str, Any], given: set[str], message: str, corpus: Corpus, tmp_path: Path
+    options: dict[str, Any], given_flags: set[str], message: str, corpus: Corpus, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "latin.txt").write_bytes(b"text\n" * 9 + b"\xe9t\xe9\n")
@@ -105,14 +107,14 @@ def test_nothing_is_left_after_an_error(
         options = {**options, "data": Corpus(train=files)}
     before = set(tmp_path.iterdir())
     with pytest.raises(InputError, match=message):
-        Vocab(tmp_path / "out", **{"data": corpus, **options}).run(given)
+        Vocab(tmp_path / "out", **{"data": corpus, **options}).run(given_flags)
     assert set(tmp_path.iterdir()) == before
 
 
 SLOW = """
 import signal, sys, time
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background parent process may ignore SIGINT
 import flaxen.cli.vocab as vocab
 from flaxen.data.corpus import Corpus
 vocab.train_sentencepiece = lambda *_: (print("training", flush=True), time.sleep(60))

@@ -1,6 +1,6 @@
-"""flaxen bench language: training speed, memory and time of a decoded token against length, VQ and full attention.
+"""flaxen bench language: training speed, peak memory and decoding time against sequence length.
 
-Each figure is taken in a process of its own, so that its peak of memory is its own: `python -m flaxen.cli.bench JSON`.
+Each measurement runs in its own process, `python -m flaxen.cli.bench JSON`, because peak memory is per process.
 """
 
 import json
@@ -20,30 +20,37 @@ from flaxen.atomic import atomic_file
 from flaxen.errors import InputError
 from flaxen.malloc import restart_with_tuned_malloc
 
+# Changes to the preset's configuration for each value of --models.
 FORMS = {"vq": ("form=scan",), "vq-parallel": ("form=parallel",), "full": ("attention=full",)}
 
 
 @dataclass(frozen=True)
 class BenchLanguage:
-    """Measure how cost grows with length: a table, a picture and its numbers as JSON. Run it on an idle machine."""
+    """Measure how speed and memory of VQ and full attention scale with sequence length, on an otherwise idle machine.
+
+    Example: flaxen bench language --preset vq-tiny --lengths 1024 4096 --out bench.png
+    """
 
     out: Path = Path("bench-language.png")
-    """Picture; its numbers go to a .json file beside it, as they come."""
+    """Plot to write; the measurements are written to a .json file of the same name as they arrive."""
     preset: str = "vq-mini"
+    """Transformer-VQ preset to measure."""
     fields: tuple[str, ...] = ()
-    """Changes to the preset, as name=value."""
+    """Changes to the preset's configuration, as name=value."""
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    """Sequence lengths in tokens."""
     models: tuple[str, ...] = ("vq", "vq-parallel", "full")
-    """vq: block after block; vq-parallel: all blocks at once; full: its quadratic twin."""
+    """Models to measure: vq (VQ attention, block after block), vq-parallel (all blocks at once), full (quadratic)."""
     longest_full: int = 32768
-    """Full attention is not trained beyond this length."""
+    """Longest sequence on which training with full attention is measured, in tokens."""
     update: int | None = None
-    """Tokens of an update; default: the length."""
+    """Tokens per optimizer step. Default: the sequence length."""
     repeats: int = 2
+    """Timed repetitions, of which the fastest counts."""
     cores: int | None = None
-    """Cores to use. Default: all."""
+    """Number of CPU cores to use. Default: all."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from importlib.util import find_spec
 
         self.check()
@@ -53,45 +60,48 @@ class BenchLanguage:
             for name in self.models:
                 for kind in ("train", "decode"):
                     if (name == "full" and kind == "train" and length > self.longest_full) or (
-                        name == "vq-parallel" and kind == "decode"  # it is the same program
+                        name == "vq-parallel" and kind == "decode"  # the same program as that of vq
                     ):
                         continue
                     records.append(self.measure(name, kind, length))
                     write_numbers(records, numbers)
                     print(json.dumps(records[-1]), file=sys.stderr)
         _print_table(records)
-        print(f"numbers in {numbers}", file=sys.stderr)
+        print(f"wrote {numbers}", file=sys.stderr)
         if all("error" in record for record in records):
-            raise InputError(f"every measurement failed, and nothing is drawn; the first error: {records[0]['error']}")
+            raise InputError(f"all measurements failed, nothing to plot (first error: {records[0]['error']})")
         if find_spec("matplotlib") is None:
-            print("no picture: it needs matplotlib (pip install 'flaxen[plots]')", file=sys.stderr)
+            print(
+                "skipped the plot: plotting requires matplotlib; install it with: pip install 'flaxen[plots]'",
+                file=sys.stderr,
+            )
             return
         from flaxen.cli.plots import throughput
 
         throughput(records, self.out)
-        print(f"picture in {self.out}", file=sys.stderr)
+        print(f"wrote {self.out}", file=sys.stderr)
 
     def check(self) -> None:
-        """Refuse before anything is measured, as that takes minutes to hours."""
+        """Check all settings first: measuring takes minutes to hours."""
         from flaxen import families
         from flaxen.cli.build import changed
 
         unknown = [name for name in self.models if name not in FORMS]
         if unknown or not self.models:
-            raise InputError(f"--models are {', '.join(FORMS)}; got {', '.join(unknown) or 'none'}")
-        taken = [field for field in self.fields if field.split("=")[0].strip() in ("attention", "form")]
-        if taken:
-            raise InputError(f"--fields {' '.join(taken)}: --models says what attention is computed, and how")
+            raise InputError(f"--models must be one or more of {', '.join(FORMS)}, got {', '.join(unknown) or 'none'}")
+        reserved = [field for field in self.fields if field.split("=")[0].strip() in ("attention", "form")]
+        if reserved:
+            raise InputError(f"--fields {' '.join(reserved)} is set by --models; remove it")
         for name in ("repeats", "update", "cores"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not self.lengths or min(self.lengths) < 1:
             got = " ".join(map(str, self.lengths)) or "none"
-            raise InputError(f"--lengths are numbers of tokens, one or more of at least 1; got {got}")
+            raise InputError(f"--lengths must be one or more numbers of at least 1, got {got}")
         preset = families.preset(self.preset)
         if families.of_config(preset) is not families.TRANSFORMER_VQ:
-            known = ", ".join(families.TRANSFORMER_VQ.presets)
-            raise InputError(f"preset {self.preset!r} is no Transformer-VQ; choose one of {known}")
+            available = ", ".join(families.TRANSFORMER_VQ.presets)
+            raise InputError(f"preset {self.preset!r} is not a Transformer-VQ; available: {available}")
         for name in self.models:
             config = changed(preset, (*self.fields, *FORMS[name]))
             for length in self.lengths:
@@ -103,39 +113,40 @@ class BenchLanguage:
         if update % block:
             flag = "--update" if update == self.update else "--lengths"
             raise InputError(
-                f"{flag} {update} is no multiple of the model's block of {block}; change it, or take a block that "
-                f"fits: --fields block={math.gcd(update, block)}"
+                f"{flag} {update} is not a multiple of the model's block of {block}; change it, or choose a block that "
+                f"divides it: --fields block={math.gcd(update, block)}"
             )
         if length % update:
-            raise InputError(f"--lengths {length} is no multiple of --update {update}; change one of them")
+            raise InputError(f"--lengths {length} is not a multiple of --update {update}; change one of them")
 
     def _check_out(self) -> None:
-        """Make its directory, and write what is known so far: no numbers."""
+        """Create the output directory and an empty .json file, to find out now whether they can be written."""
         if self.out.suffix.lower() == ".json":
             example = self.out.with_suffix(".png").name
-            raise InputError(f"--out names the picture, such as {example}, its numbers go beside it; got {self.out}")
+            raise InputError(f"--out must name an image file such as {example}, got {self.out}")
         try:
             if self.out.is_dir():
-                raise InputError(f"--out {self.out} is a directory; expected the name of a picture in it")
+                raise InputError(f"--out {self.out} is a directory; expected the name of an image file")
             self.out.parent.mkdir(parents=True, exist_ok=True)
             write_numbers([], self.out.with_suffix(".json"))
         except OSError as error:
-            raise InputError(f"--out {self.out} cannot be written: {error}; choose another place") from None
+            raise InputError(f"cannot write {self.out}: {error}; choose another --out") from None
 
     def measure(self, name: str, kind: str, length: int) -> dict[str, Any]:
-        """In a process of its own. Full attention carries nothing from update to update: it takes the length whole."""
+        """Run one measurement in a new process and return its record, with 'error' if it failed."""
+        # Full attention carries no state from one update to the next, so one update takes the whole sequence.
         update = length if name == "full" else min(self.update or length, length)
-        asked = {
+        request = {
             "preset": self.preset, "fields": [*self.fields, *FORMS[name]], "kind": kind, "length": length,
             "update": update, "repeats": self.repeats, "cores": self.cores,
         }  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-m", "flaxen.cli.bench", json.dumps(asked)], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "flaxen.cli.bench", json.dumps(request)], capture_output=True, text=True, check=False
         )
-        about = {"model": name, "kind": kind, "length": length}
+        labels = {"model": name, "kind": kind, "length": length}
         if done.returncode:
-            return about | {"error": _failure(done.returncode, done.stderr)[:200]}
-        return about | json.loads(done.stdout)
+            return labels | {"error": _failure(done.returncode, done.stderr)[:200]}
+        return labels | json.loads(done.stdout)
 
 
 def write_numbers(records: list[dict[str, Any]], path: Path) -> None:
@@ -144,10 +155,10 @@ def write_numbers(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _failure(code: int, stderr: str) -> str:
-    """Why a process ended: its signal, or its exception, behind which JAX may print a note of several lines."""
+    """Find why a process failed: its signal, or its exception (JAX may print several lines after that)."""
     lines = [line.rstrip() for line in stderr.splitlines() if line.strip()]
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL, perhaps for want of memory"
+        return "killed by SIGKILL, probably out of memory"
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return ": ".join([f"killed by {name}", *lines[-1:]])
@@ -169,9 +180,10 @@ def _print_table(records: list[dict[str, Any]]) -> None:
     Console(soft_wrap=True).print(table)
 
 
-def main(asked: dict[str, Any]) -> dict[str, Any]:
-    if asked["cores"]:
-        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: asked["cores"]]))
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Make one measurement in this process: training, one forward pass, or decoding."""
+    if request["cores"]:
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: request["cores"]]))
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -182,34 +194,34 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     from flaxen.nn.param import initialise
 
     jax.config.update("jax_enable_compilation_cache", False)
-    config = changed(families.preset(asked["preset"]), tuple(asked["fields"]))
-    length, update = asked["length"], asked["update"]
+    config = changed(families.preset(request["preset"]), tuple(request["fields"]))
+    length, update = request["length"], request["update"]
     model = initialise(vq_lm.VQLM(config), 0)
     draw = np.random.default_rng(0)
     ids = jnp.asarray(draw.integers(3, config.vocab_size, (1, length + 1)), jnp.int32)
-    if asked["kind"] == "train":
-        found = _train(model, ids, update, asked["repeats"])
+    if request["kind"] == "train":
+        figures = _train(model, ids, update, request["repeats"])
         tokens = length
-    elif asked["kind"] == "forward":
+    elif request["kind"] == "forward":
         run = jax.jit(lambda model: model.loss(ids[:, :-1], ids[:, 1:])[0])
-        found, tokens = _timed(lambda: run(model), asked["repeats"]), length
+        figures, tokens = _timed(lambda: run(model), request["repeats"]), length
     else:
         tokens = 256
-        found = _decode(model, ids[:, :-1], tokens, asked["repeats"])
-        found["milliseconds"] = 1e3 * found["wall"] / tokens
+        figures = _decode(model, ids[:, :-1], tokens, request["repeats"])
+        figures["milliseconds"] = 1e3 * figures["wall"] / tokens
     if config.attention == "vq":
-        found["state_bytes"] = vq_lm.state_bytes(jax.eval_shape(lambda: vq_lm.initial_state(config, 1)))
-    found["tokens_per_second"] = tokens / found["wall"]
-    found["tokens_per_cpu_second"] = tokens / found["cpu"]
-    found["gflops_per_cpu_second"] = (
-        vq_config.flops(config, length) * 3 / found["cpu"] / 1e9 if asked["kind"] == "train" else 0
+        figures["state_bytes"] = vq_lm.state_bytes(jax.eval_shape(lambda: vq_lm.initial_state(config, 1)))
+    figures["tokens_per_second"] = tokens / figures["wall"]
+    figures["tokens_per_cpu_second"] = tokens / figures["cpu"]
+    figures["gflops_per_cpu_second"] = (
+        vq_config.flops(config, length) * 3 / figures["cpu"] / 1e9 if request["kind"] == "train" else 0
     )
-    found["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return found
+    figures["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return figures
 
 
 def _timed(step: Any, repeats: int) -> dict[str, float]:
-    """The least of several times; and what the first one took longer, which is the compilation."""
+    """Time `step`: the fastest of `repeats`, and as compile time the extra CPU time of the very first call."""
     import jax
 
     times = []
@@ -217,12 +229,12 @@ def _timed(step: Any, repeats: int) -> dict[str, float]:
         wall, cpu = time.perf_counter(), time.process_time()
         jax.block_until_ready(step())
         times.append((time.process_time() - cpu, time.perf_counter() - wall))
-    cpu, wall = (min(one[i] for one in times[1:]) for i in (0, 1))
+    cpu, wall = (min(pair[i] for pair in times[1:]) for i in (0, 1))
     return {"cpu": cpu, "wall": wall, "compile_cpu": times[0][0] - cpu}
 
 
 def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
-    """All updates of one sequence, each with its optimizer step and the state carried on."""
+    """Time training on one sequence: several updates, each of which passes its state to the next."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -244,20 +256,20 @@ def _train(model: Any, ids: Any, update: int, repeats: int) -> dict[str, float]:
         return optax.apply_updates(model, changes), memory, state
 
     update_once = compiled(step, donate_argnums=(0, 1, 4))
-    now = [model, jax.jit(transform.init)(model)]
+    current = [model, jax.jit(transform.init)(model)]
 
     def sequence() -> Any:
         state = vq_lm.initial_state(model.config, 1)
         for first in range(0, ids.shape[1] - 1, update):
             part = slice(first, first + update)
-            now[0], now[1], state = update_once(*now, ids[:, :-1][:, part], ids[:, 1:][:, part], state)
-        return now
+            current[0], current[1], state = update_once(*current, ids[:, :-1][:, part], ids[:, 1:][:, part], state)
+        return current
 
     return _timed(sequence, repeats)
 
 
 def _decode(model: Any, ids: Any, tokens: int, repeats: int) -> dict[str, float]:
-    """Greedy tokens behind a context of this length, which is read first and not timed."""
+    """Time greedy decoding after a context. Reading the context is not timed."""
     import jax
     import jax.numpy as jnp
     from jax import lax

@@ -1,4 +1,4 @@
-"""From settings to the things that train: tokenizer, model, data, task, stepper."""
+"""Build a run from its settings: tokenizer, model, data, task and stepper."""
 
 import dataclasses
 import sys
@@ -27,211 +27,220 @@ from flaxen.train.run import RunFiles
 from flaxen.train.settings import LoRA
 from flaxen.train.step import Stepper
 
-# Fields of a configuration that something else decides, and what.
+# Configuration fields that model.fields must not set, and what sets them instead.
 ELSEWHERE = {
-    "compute": "that is --model.compute",
-    "remat": "that is --model.remat",
-    "vocab_size": "the tokenizer says it",
-    "pad_id": "the tokenizer says it",
-    "eos_ids": "the tokenizer says it",
-    "start_id": "the tokenizer says it",
-    "image": "the data says it",
+    "compute": "use --model.compute",
+    "remat": "use --model.remat",
+    "vocab_size": "it is determined by the tokenizer",
+    "pad_id": "it is determined by the tokenizer",
+    "eos_ids": "it is determined by the tokenizer",
+    "start_id": "it is determined by the tokenizer",
+    "image": "it is determined by the data",
 }
 
 
 @dataclass(frozen=True)
 class OpenedSetup(Setup):
-    """A setup, and where its weights come from."""
+    """A setup together with the checkpoint that its weights are loaded from."""
 
-    stored: Stored | None = None  # the checkpoint that it starts from
+    stored: Stored | None = None  # None: random weights
 
     def weights(self, config: Any, adapter: str | None = None, seed: int = 0) -> Any:
-        """The initial model, computed as `config` says: read from the checkpoint, or random."""
+        """Load the initial model from the checkpoint or initialise it at random, with this configuration."""
         if self.stored is None:
             return initialise(self.family.model(config), seed)
         return self.stored.weights(config, adapter=adapter)
 
     def pretrained(self, model: Any) -> Pretrained:
-        """A model with what belongs to it, to be saved."""
+        """Bundle a model with its tokenizer, generation config and image processor, ready to save."""
         modules = self.stored.modules if self.stored else None
         return Pretrained(model, self.tokenizer, self.generation_config, self.processor, modules)
 
 
 @dataclass(frozen=True)
 class RunComponents:
-    """All that a run needs."""
+    """Everything `flaxen train` needs to run."""
 
     task: Task
     stepper: Stepper
-    abstract: Any  # the shape of what is trained
-    initial: Callable[[], Any]  # what to start from, made when it is needed
-    export: Callable[[Any, Path], None]  # writes what is trained to a directory
-    fingerprint: dict[str, Any]  # what the settings came to: data, lengths, sizes
-    finish: Callable[[RunFiles], None]  # what else a run directory gets at its end
+    abstract: Any  # shapes and dtypes of the trained parameters: the model, or a LoRA adapter
+    initial: Callable[[], Any]  # makes the initial parameters; called only if there is no checkpoint to resume from
+    export: Callable[[Any, Path], None]  # saves the trained parameters to a directory
+    fingerprint: dict[str, Any]  # resolved data, lengths and sizes; must not change when a run resumes
+    finish: Callable[[RunFiles], None]  # writes additional files when training is complete
 
 
 def build(settings: Settings) -> RunComponents:
-    """Read the checkpoint's configuration and the data, and put the run together; weights come later."""
-    begin = setup(settings.model)
-    has_codebooks = settings.task == "language" and _has_codebooks(begin)
+    """Open the configuration and the data of a run. No weights are loaded before `initial` is called."""
+    setup = open_setup(settings.model)
+    has_codebooks = settings.task == "language" and _has_codebooks(setup)
     if settings.task == "language" and not has_codebooks:
-        check_unused(settings, CODEBOOKS, "to a model without codebooks")
+        check_unused(settings, CODEBOOKS, "with a model without codebooks")
     if has_codebooks and settings.model.init is not None and settings.objective.codebooks == "data":  # type: ignore[attr-defined]
-        raise InputError("a checkpoint has its codebooks: leave out --objective.codebooks data, or model.init")
-    task = open_task(settings, begin)
-    abstract, seed = begin.family.model(task.config), settings.training.seed
+        raise InputError(
+            "--objective.codebooks data cannot be combined with --model.init: the checkpoint already has codebooks"
+        )
+    task = open_task(settings, setup)
+    abstract, seed = setup.family.model(task.config), settings.training.seed
 
     def weights() -> Any:
-        return task.prepare_model(begin.weights(task.config, seed=seed))
+        return task.prepare_model(setup.weights(task.config, seed=seed))
 
     make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
     fingerprint = task.fingerprint | {"model": dataclasses.asdict(task.config)}
     if settings.lora.rank:
-        return _with_lora(settings, begin, task, abstract, weights, make, fingerprint)
+        return _with_lora(settings, setup, task, abstract, weights, make, fingerprint)
     stepper = make()
-    frozen(settings.optimizer, abstract)  # globs that match nothing fail now
+    frozen(settings.optimizer, abstract)  # report globs that match no weight before training starts
 
     def export(model: Any, directory: Path) -> None:
-        begin.pretrained(model).save(directory)
+        setup.pretrained(model).save(directory)
 
     finish = _draw_codebooks if has_codebooks else _nothing_else
     return RunComponents(task, stepper, abstract, weights, export, fingerprint | {"steps": stepper.steps}, finish)
 
 
-def _has_codebooks(begin: OpenedSetup) -> bool:
-    return begin.family.language is not None and begin.family.language.has_codebooks(begin.config)
+def _has_codebooks(setup: OpenedSetup) -> bool:
+    return setup.family.language is not None and setup.family.language.has_codebooks(setup.config)
 
 
 def _with_lora(
     settings: Settings,
-    begin: OpenedSetup,
+    setup: OpenedSetup,
     task: Task,
     abstract: Any,
     weights: Any,
     make: Any,
     fingerprint: dict[str, Any],
 ) -> RunComponents:
-    """What is trained is an adapter; the weights are its base."""
-    chosen: LoRA = settings.lora
+    """Build a run that trains a LoRA adapter on top of frozen weights."""
+    options: LoRA = settings.lora
     if settings.optimizer.name in ("adamw-rms", "adafactor"):
         raise InputError(
-            f"optimizer {settings.optimizer.name} scales updates by the weights, and those of an adapter start at 0; "
-            "choose --optimizer.name adamw --optimizer.learning-rate 1e-3"
+            f"optimizer {settings.optimizer.name} cannot train a LoRA adapter: it scales updates by the weights, which "
+            "start at 0; use --optimizer.name adamw --optimizer.learning-rate 1e-3"
         )
 
-    def whole(adapter: Any, base: Any) -> Any:
-        return lora.attach(base, adapter, chosen.scale)
+    def attach(adapter: Any, base: Any) -> Any:
+        return lora.attach(base, adapter, options.scale)
 
-    def merged(adapter: Any, base: Any) -> Any:
-        return lora.merge(base, adapter, chosen.scale)
+    def merge(adapter: Any, base: Any) -> Any:
+        return lora.merge(base, adapter, options.scale)
 
     def export(adapter: Any, directory: Path) -> None:
-        rows, alpha = begin.family.format.rows(task.config, None), chosen.scale * chosen.rank
-        peft.write(adapter, rows, begin.family.peft_task, chosen.rank, alpha, directory, settings.model.init)
+        rows, alpha = setup.family.format.rows(task.config, None), options.scale * options.rank
+        peft.write(adapter, rows, setup.family.peft_task, options.rank, alpha, directory, settings.model.init)
 
-    stepper = make(whole, merged, weights)
-    initial = partial(lora.initial_adapter, abstract, chosen, settings.training.seed)
-    shapes = lora.abstract(abstract, chosen)
+    stepper = make(attach, merge, weights)
+    initial = partial(lora.initial_adapter, abstract, options, settings.training.seed)
+    shapes = lora.abstract(abstract, options)
     return RunComponents(task, stepper, shapes, initial, export, fingerprint | {"steps": stepper.steps}, _nothing_else)
 
 
-def open_task(settings: Settings, begin: OpenedSetup) -> Task:
-    """The data of a run, joined to its model."""
-    check_supported(settings.task, begin.family)
-    return TASKS[settings.task].load().open(begin, settings, settings.training.seed)
+def open_task(settings: Settings, setup: OpenedSetup) -> Task:
+    """Open the data of a run and connect it to the model."""
+    check_supported(settings.task, setup.family)
+    return TASKS[settings.task].load().open(setup, settings, settings.training.seed)
 
 
-def open_evaluation(name: str, asked: Any, begin: OpenedSetup, split: str) -> Task:
-    """The data to evaluate on, joined to a model. With files of its own, nothing else is read."""
-    check_supported(name, begin.family)
+def open_evaluation(name: str, evaluation: Any, setup: OpenedSetup, split: str) -> Task:
+    """Open the data to evaluate on. If the split has its own files, the training files are not read."""
+    check_supported(name, setup.family)
     task: type[Task] = TASKS[name].load()
-    own, data = getattr(asked.data, split), asked.data
-    if not (own or data.train or data.dataset):
-        raise InputError(f"there is nothing to evaluate on; name files with --data.{split}, or --data.train")
-    if own and not data.dataset and not (hasattr(asked, "split") and data.train):
-        asked = dataclasses.replace(asked, data=dataclasses.replace(data, train=own))
-    opened = task.open(begin, asked, getattr(asked, "seed", 0), split, training=False)
+    split_files, data = getattr(evaluation.data, split), evaluation.data
+    if not (split_files or data.train or data.dataset):
+        raise InputError(f"no data to evaluate on; pass files with --data.{split} or --data.train")
+    if split_files and not data.dataset and not (hasattr(evaluation, "split") and data.train):
+        evaluation = dataclasses.replace(evaluation, data=dataclasses.replace(data, train=split_files))
+    opened = task.open(setup, evaluation, getattr(evaluation, "seed", 0), split, training=False)
     if not opened.validation_examples:
-        raise InputError(f"there is nothing to evaluate on; name files with --data.{split}{opened.why_no_validation()}")
+        raise InputError(f"no data to evaluate on; pass files with --data.{split}{opened.why_no_validation()}")
     return opened
 
 
 def check_supported(task: str, family: Family) -> None:
     if task not in family.tasks:
-        raise InputError(f"the task {task} is for {families.supporting(task)}; the model is a {family.name}")
+        raise InputError(
+            f"the task {task} requires a model of type {families.supporting(task)}; this one is a {family.name}"
+        )
 
 
 def _nothing_else(files: RunFiles) -> None:
-    """Most runs are complete without."""
+    """Write no additional files."""
 
 
 def _draw_codebooks(files: RunFiles) -> None:
-    """A plot, if the library that draws is there."""
+    """Plot the usage of the codebooks to codebooks.png if matplotlib is installed."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        print("no codebooks.png: it needs matplotlib (pip install 'flaxen[plots]')", file=sys.stderr)
+        print(
+            "skipped codebooks.png: plotting requires matplotlib; install it with: pip install 'flaxen[plots]'",
+            file=sys.stderr,
+        )
         return
     from flaxen.cli.plots import codebooks
 
     codebooks(loading.load(files.model).model, files.codebooks)
 
 
-def setup(model: ModelSettings) -> OpenedSetup:
-    """Configuration, tokenizer and the like; no weights are read or made."""
+def open_setup(model: ModelSettings) -> OpenedSetup:
+    """Open the configuration, tokenizer and image processor of a model, without loading or creating weights."""
     _check_fields(model)
     stored: Stored | None = None
     if model.init is not None:
         stored = loading.read(files.locate(model.init))
         family, config = stored.family, stored.config
-        unchangeable = [name for name in _names(model) if name not in family.changeable]
+        unchangeable = [name for name in _field_names(model) if name not in family.changeable]
         if unchangeable:
-            can = f"only {' and '.join(family.changeable)}" if family.changeable else "none"
-            raise InputError(f"model.fields {unchangeable[0]}: a checkpoint is what it is; {can} can be changed")
+            can = f"only {' and '.join(family.changeable)} can" if family.changeable else "no field can"
+            raise InputError(f"model.fields cannot change {unchangeable[0]} of a checkpoint; {can} be changed")
         config = changed(config, model.fields)
         tokenizer = load_named_tokenizer(model.tokenizer, family) if model.tokenizer else stored.tokenizer()
         if tokenizer is None:
             raise InputError(
-                f"{model.init} has no tokenizer files; name a tokenizer: --model.tokenizer, or --tokenizer of eval"
+                f"{model.init} has no tokenizer files; choose a tokenizer with --model.tokenizer (eval: --tokenizer)"
             )
         loading.check_tokenizer(tokenizer, config, model.init)
     else:
         config = changed(families.preset(model.preset) if model.preset else _config_file(model.config), model.fields)
         family = families.of_config(config)
-        tokenizer = _tokenizer_of_new(model, family)
+        tokenizer = _load_tokenizer_of_new_model(model, family)
         if hasattr(config, "for_vocabulary"):
             config = config.for_vocabulary(tokenizer.size, tokenizer.pad_id, tokenizer.eos_id)
     config = loading.computed_in(config, model.compute, remat=model.remat)
     config = config if model.dropout is None else with_dropout(config, model.dropout)
-    config, processor = _for_images(config, family, stored.processor if stored else None, model.image_size)
+    config, processor = _resize_images(config, family, stored.processor if stored else None, model.image_size)
     return OpenedSetup(family, config, tokenizer, stored.generation if stored else {}, processor, stored)
 
 
-def _names(model: ModelSettings) -> list[str]:
-    return [one.partition("=")[0] for one in model.fields]
+def _field_names(model: ModelSettings) -> list[str]:
+    return [field.partition("=")[0] for field in model.fields]
 
 
 def _check_fields(model: ModelSettings) -> None:
-    for name in _names(model):
+    for name in _field_names(model):
         if name in ELSEWHERE:
-            raise InputError(f"model.fields {name}: {ELSEWHERE[name]}")
+            raise InputError(f"model.fields cannot set {name}: {ELSEWHERE[name]}")
 
 
-def _tokenizer_of_new(model: ModelSettings, family: Family) -> Tokenizer:
-    """The tokenizer of a model that starts from random weights."""
+def _load_tokenizer_of_new_model(model: ModelSettings, family: Family) -> Tokenizer:
+    """Load the tokenizer of a model that starts from random weights."""
     bytewise = family.byte_presets is not None and (model.preset or "").startswith(family.byte_presets)
     if model.tokenizer is None and not bytewise:
-        raise InputError("a model that starts from nothing needs --model.tokenizer: a directory, a hub id, or bytes")
+        raise InputError(
+            "--model.tokenizer is required for a model with random weights: a directory, a hub id, or bytes"
+        )
     return load_named_tokenizer(model.tokenizer or "bytes", family)
 
 
-def _for_images(
+def _resize_images(
     config: Any, family: Family, processor: ImageProcessor | None, size: int | None
 ) -> tuple[Any, ImageProcessor | None]:
-    """For images of another size, both the encoder and what is done to images change."""
+    """Resize the encoder and the image preprocessing to `size`, if one is given."""
     if family.prompting.reads != "image" or not family.parts:
         if size is not None:
-            raise InputError("model.image_size is for models that see images")
+            raise InputError("model.image_size has no effect with a model that does not read images; remove it")
         return config, processor
     if size is None:
         return config, processor or ImageProcessor.default(config.encoder.image_size)
@@ -242,30 +251,31 @@ def _for_images(
 
 
 def load_named_tokenizer(name: str, family: Family = families.T5) -> Tokenizer:
-    """The tokenizer of a directory or hub id; or bytes, as models of this family have them."""
+    """Load a tokenizer from a directory or hub id; `bytes` is the byte tokenizer of the model family."""
     if name == "bytes":
         return family.bytes()
     tokenizer = load_tokenizer(files.locate(name))
     if tokenizer is None:
-        raise InputError(f"{name} holds no tokenizer (tokenizer.json, spiece.model or tokenizer_config.json)")
+        raise InputError(f"{name} has no tokenizer; expected tokenizer.json, spiece.model or tokenizer_config.json")
     return tokenizer
 
 
 def changed(config: Any, fields: tuple[str, ...]) -> Any:
-    """A configuration with some fields changed, each given as name=value."""
-    known = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    """Return the configuration with some fields changed; each change is written name=value."""
+    types = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
     changes: dict[str, Any] = {}
-    for one in fields:
-        name, equals, value = one.partition("=")
-        if name not in known or not equals:
+    for change in fields:
+        name, equals, value = change.partition("=")
+        if name not in types or not equals:
             raise InputError(
-                f"model.fields {one!r}: expected name=value{did_you_mean(name, known)}; there are {', '.join(known)}"
+                f"model.fields {change!r}: expected name=value{did_you_mean(name, types)}; "
+                f"available: {', '.join(types)}"
             )
         try:
-            truths = {"true": True, "false": False, "1": True, "0": False}
-            changes[name] = truths[value.lower()] if known[name] is bool else known[name](value)
+            booleans = {"true": True, "false": False, "1": True, "0": False}
+            changes[name] = booleans[value.lower()] if types[name] is bool else types[name](value)
         except (KeyError, ValueError):
-            raise InputError(f"model.fields {name} must be {known[name].__name__}, got {value!r}") from None
+            raise InputError(f"model.fields {name} must be {types[name].__name__}, got {value!r}") from None
     try:
         return dataclasses.replace(config, **changes)
     except ValueError as error:
@@ -277,6 +287,6 @@ def _config_file(path: Path | None) -> Any:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise InputError(f"no file {path}; --model.config is a config.json")
+        raise InputError(f"{path} does not exist; --model.config expects a config.json or a directory with one")
     json = files.read_json(path)
     return families.of_json(json, path).format.read_config(json, None)

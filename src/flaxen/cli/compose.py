@@ -1,4 +1,4 @@
-"""flaxen compose ENCODER DECODER DIR, flaxen merge MODEL ADAPTER DIR"""
+"""flaxen compose ENCODER DECODER DIR and flaxen merge MODEL ADAPTER DIR: make a checkpoint out of two."""
 
 import sys
 from dataclasses import dataclass
@@ -9,41 +9,47 @@ import tyro
 
 @dataclass(frozen=True)
 class Compose:
-    """Make a captioner of a ViT and a GPT-2. Cross-attention, and a bridge if their widths differ, start at random."""
+    """Combine a ViT encoder and a GPT-2 decoder into a captioner, whose cross-attention starts from random weights.
+
+    Example: flaxen compose google/vit-base-patch16-224-in21k gpt2 captioner
+    """
 
     encoder: tyro.conf.Positional[str]
     """Checkpoint directory or hub id of a ViT."""
     decoder: tyro.conf.Positional[str]
     """Checkpoint directory or hub id of a GPT-2."""
     out: tyro.conf.Positional[Path]
-    """Directory to write."""
+    """Directory to write the checkpoint to."""
     seed: int = 0
-    """Of the weights that neither checkpoint has."""
+    """Random seed of the new weights: cross-attention, and a projection (bridge) if the widths differ."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from flaxen.pretrained import compose, load
 
-        made = compose(load(self.encoder), load(self.decoder), self.seed)
-        made.save(self.out)
-        new = "cross-attention" if made.model.bridge is None else "cross-attention and the bridge"
-        print(f"a captioner is in {self.out}; its {new} is untrained: flaxen train caption --model.init {self.out} …")
-        if made.tokenizer is None:
-            print(f"{self.decoder} has no tokenizer; name one when you train, with --model.tokenizer", file=sys.stderr)
+        captioner = compose(load(self.encoder), load(self.decoder), self.seed)
+        captioner.save(self.out)
+        new = "cross-attention" if captioner.model.bridge is None else "cross-attention and the bridge"
+        print(f"wrote {self.out}; its {new} must be trained: flaxen train caption --model.init {self.out} …")
+        if captioner.tokenizer is None:
+            print(f"{self.decoder} has no tokenizer; choose one for training with --model.tokenizer", file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Add a LoRA adapter into the weights of its model."""
+    """Merge a LoRA adapter into the weights of its base model.
+
+    Example: flaxen merge google/flan-t5-small run/model merged
+    """
 
     model: tyro.conf.Positional[str]
-    """Checkpoint directory or hub id."""
+    """Checkpoint directory or hub id of the base model."""
     adapter: tyro.conf.Positional[str]
-    """Directory or hub id of the adapter, in PEFT's form."""
+    """Directory or hub id of the adapter, in PEFT format."""
     out: tyro.conf.Positional[Path]
-    """Directory to write."""
+    """Directory to write the checkpoint to."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from flaxen.pretrained import load
 
         load(self.model, adapter=self.adapter).save(self.out)
-        print(f"{self.model} with {self.adapter} is in {self.out}")
+        print(f"merged {self.adapter} into {self.model}: wrote {self.out}")

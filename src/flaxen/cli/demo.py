@@ -1,4 +1,4 @@
-"""flaxen demo: from the text in a Python installation to a model that fills blanks, in a few minutes on a CPU."""
+"""flaxen demo: pre-train a small T5 on the documentation inside Python, in a few minutes on a CPU."""
 
 import ast
 import random
@@ -30,14 +30,17 @@ SIZES = {"d_model": 128, "d_head": 32, "d_ff": 256, "n_layers": 2, "n_decoder_la
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small T5 on text that Python carries, watch it learn, and let it fill blanks (about 3 minutes)."""
+    """Train a small T5 on Python's documentation and let it fill in missing words (about 3 minutes on a CPU).
+
+    Example: flaxen demo --out flaxen-demo
+    """
 
     out: Path = Path("flaxen-demo")
-    """Directory for the corpus, the vocabulary and the run. Run again to see its results again."""
+    """Directory for the corpus, the vocabulary and the run. A second run with it only shows the results again."""
     steps: int = 3600
-    """Of training."""
+    """Number of training steps."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from rich.console import Console
 
         from flaxen.pretrained import load
@@ -47,32 +50,33 @@ class Demo:
         files = RunFiles(run)
         self.out.mkdir(parents=True, exist_ok=True)
 
-        console.print("\n[bold]1. A corpus: the documentation that Python carries[/bold]")
+        console.print("\n[bold]1. The corpus: documentation from the Python standard library[/bold]")
         paragraphs = list(_paragraphs())
-        random.Random(0).shuffle(paragraphs)  # so that the first 5 %, which validate, are like the rest
+        random.Random(0).shuffle(paragraphs)  # so that the first 5 %, the validation data, resemble the rest
         corpus.write_text("\n".join(paragraphs) + "\n", encoding="utf-8")
         words = sum(len(paragraph.split()) for paragraph in paragraphs)
-        console.print(f"{len(paragraphs):,} paragraphs, {words:,} words, one on each line of {corpus}")
+        console.print(f"{len(paragraphs):,} paragraphs, {words:,} words; one paragraph per line of {corpus}")
 
-        console.print("\n[bold]2. A vocabulary[/bold]")
+        console.print("\n[bold]2. The vocabulary[/bold]")
         data = Corpus(train=(str(corpus),), cache=self.out / "tokens")
         console.print(f"$ flaxen vocab {vocabulary} --data.train {corpus} --size 2000", style="dim", markup=False)
         if not vocabulary.exists():
             Vocab(out=vocabulary, data=data, size=2000).run(set())
 
-        console.print("\n[bold]3. Training: write what was cut out of a text[/bold]")
+        console.print("\n[bold]3. Training: restore masked spans of text[/bold]")
         start = self.out / "start"
         if not start.exists():
-            _head_start(vocabulary).save(start)
+            _create_initial_model(vocabulary).save(start)
         console.print(
-            "It starts from random weights and two habits, which a large model finds in its first thousands of steps:\n"
-            "a hole looks at its neighbours, and the writer looks for the hole of the same number."
+            "The model starts from random weights, except for two patterns that a large model learns in its first\n"
+            "thousands of steps: each token attends to its neighbours, and the decoder attends to the sentinel\n"
+            "whose text it is restoring."
         )
         settings = DenoiseSettings(
             out=run,
             model=ModelSettings(init=str(start)),
             data=data,
-            # Short examples with two holes: the fewer sentinels there are, the sooner each is understood.
+            # Short examples with two masked spans: with fewer sentinels, each is learned sooner.
             objective=DenoiseObjective(input_length=32),
             optimizer=Optimizer("adamw-rms", learning_rate=3e-2),
             schedule=Schedule("cosine"),
@@ -81,17 +85,17 @@ class Demo:
         flags = f"--recipe {files.config}"
         console.print(f"$ flaxen train denoise {flags}", style="dim", markup=False)
         Train(settings).run(set())
-        _curve(console, files)
+        _print_curve(console, files)
 
-        console.print("\n[bold]4. Blanks in sentences that it has not seen[/bold]")
+        console.print("\n[bold]4. Missing words in sentences that the model has not seen[/bold]")
         held_out = paragraphs[: round(len(paragraphs) * data.validation_percent / 100)]
-        _fill(console, load(files.model), held_out, paragraphs[len(held_out) :])
+        _fill_blanks(console, load(files.model), held_out, paragraphs[len(held_out) :])
 
-        console.print(f"\n[bold]5. What you have[/bold] after {time.monotonic() - started:.0f} s")
+        console.print(f"\n[bold]5. Results[/bold] after {time.monotonic() - started:.0f} s")
         console.print(
-            f"{files.model}  a checkpoint in Hugging Face's form: transformers loads it too\n"
-            f"{run}  settings, metrics, checkpoints; kill the training at any moment and run it again\n\n"
-            "Next, on text of your own:\n"
+            f"{files.model}  the trained model in Hugging Face format, which transformers can load\n"
+            f"{run}  settings, metrics and checkpoints; interrupted training resumes when you rerun the command\n\n"
+            "Next, on your own text:\n"
             "  flaxen vocab my-vocabulary --data.train 'my-texts/*.txt'\n"
             "  flaxen preview --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary "
             "--data.train 'my-texts/*.txt'\n"
@@ -103,7 +107,7 @@ class Demo:
 
 
 def _paragraphs() -> Iterator[str]:
-    """Prose out of Python's help topics and the docstrings of its standard library, each paragraph once."""
+    """Yield paragraphs of prose from Python's help topics and standard-library docstrings, without duplicates."""
     from pydoc_data.topics import topics
 
     seen = set()
@@ -115,9 +119,9 @@ def _paragraphs() -> Iterator[str]:
     for text in texts:
         for block in re.split(r"\n\s*\n", text):
             paragraph = " ".join(block.split())
-            letters = sum(one.isalpha() or one == " " for one in paragraph)
-            prose = len(paragraph) >= 60 and letters >= 0.85 * len(paragraph) and paragraph[-1] in ".:"
-            if prose and paragraph not in seen:
+            letters = sum(character.isalpha() or character == " " for character in paragraph)
+            is_prose = len(paragraph) >= 60 and letters >= 0.85 * len(paragraph) and paragraph[-1] in ".:"
+            if is_prose and paragraph not in seen:
                 seen.add(paragraph)
                 yield paragraph
 
@@ -125,14 +129,18 @@ def _paragraphs() -> Iterator[str]:
 def _docstrings(path: Path) -> list[str]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # some files of the library are wrong on purpose
+    except (SyntaxError, ValueError):  # some files of the standard library are invalid on purpose
         return []
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     return [doc for node in ast.walk(tree) if isinstance(node, kinds) and (doc := ast.get_docstring(node))]
 
 
-def _head_start(vocabulary: Path) -> "Pretrained":
-    """A small T5 with a preference for near neighbours, and with queries that look for keys of their own kind."""
+def _create_initial_model(vocabulary: Path) -> "Pretrained":
+    """Create a small T5 whose attention starts with useful patterns, so that a demo of 3 minutes has something to show.
+
+    Each encoder head prefers one neighbour (-1, 1, -2 or 2 tokens away). In cross-attention queries and keys share
+    their projection, so that a sentinel in the decoder attends to the same sentinel in the encoder.
+    """
     import jax.numpy as jnp
 
     from flaxen.cli.build import load_named_tokenizer
@@ -144,20 +152,20 @@ def _head_start(vocabulary: Path) -> "Pretrained":
     rows = -(-tokenizer.size // 128) * 128
     config = Config(vocab_size=rows, activation="gelu_new", gated=True, dropout=0.0, **SIZES)  # type: ignore[arg-type]
     model = create(config, seed=0).model
-    # Buckets of the distances -1, 1, -2 and 2: one for each head.
+    # Relative-position buckets of the distances -1, 1, -2 and 2: one for each head.
     near = jnp.zeros((config.n_buckets, config.n_heads)).at[jnp.array([1, 17, 2, 18]), jnp.arange(4)].set(5.0)
     keys = leaves(model)["decoder.layers.cross.k.weight"]
-    habits = {"encoder.bias.weight": near, "decoder.layers.cross.q.weight": keys * config.d_head**-0.5}
-    return Pretrained(map_leaves(lambda path, leaf: habits.get(path, leaf), model), tokenizer)
+    patterns = {"encoder.bias.weight": near, "decoder.layers.cross.q.weight": keys * config.d_head**-0.5}
+    return Pretrained(map_leaves(lambda path, leaf: patterns.get(path, leaf), model), tokenizer)
 
 
-def _curve(console: "Console", files: RunFiles) -> None:
-    """The validation records as a table with bars."""
+def _print_curve(console: "Console", files: RunFiles) -> None:
+    """Print the validation metrics of each evaluation as a table with bars."""
     from rich.table import Table
 
     records = files.records()
     records = [record for record in records if record["kind"] == "eval"]
-    table = Table("step", "loss", "perplexity", "accuracy", "perplexity, as a bar", box=None)
+    table = Table("step", "loss", "perplexity", "accuracy", "perplexity (bar)", box=None)
     largest = max(record["perplexity"] for record in records)
     for record in records:
         bar = "█" * max(1, round(40 * record["perplexity"] / largest))
@@ -166,31 +174,30 @@ def _curve(console: "Console", files: RunFiles) -> None:
     console.print(table)
 
 
-def _fill(console: "Console", model: "Pretrained", held_out: list[str], training: list[str]) -> None:
-    """Blank a word of each sentence, show what the model puts there, and count how often it is the one."""
+def _fill_blanks(console: "Console", model: "Pretrained", held_out: list[str], training: list[str]) -> None:
+    """Mask one word of each sentence, show what the model predicts, and count how often it is the original word."""
     from rich.table import Table
 
     draw = random.Random(1)
     sentences = [s for p in held_out for s in re.split(r"(?<=[.:]) ", p) if 40 <= len(s) <= 100]
     puzzles = []
     for sentence in sentences[:300]:
-        places = list(re.finditer(r"(?<= )[a-z]{2,}(?= )", sentence))
-        if places:
-            place = draw.choice(places)
+        words = list(re.finditer(r"(?<= )[a-z]{2,}(?= )", sentence))
+        if words:
+            place = draw.choice(words)
             blank = f"{sentence[: place.start()]}<extra_id_0>{sentence[place.end() :]}"
             puzzles.append((sentence, place, blank))
     assert model.tokenizer is not None
     _, second = model.tokenizer.sentinels[:2]
     answers = []
-    for one in model.generate([blank for *_, blank in puzzles], batch_size=64, max_new_tokens=6):
-        ids = one.tokens[: one.tokens.index(second)] if second in one.tokens else one.tokens
+    for output in model.generate([blank for *_, blank in puzzles], batch_size=64, max_new_tokens=6):
+        # The output is "<extra_id_0> answer <extra_id_1> …": cut it at the second sentinel.
+        ids = output.tokens[: output.tokens.index(second)] if second in output.tokens else output.tokens
         answers.append(model.tokenizer.decode(ids).strip())
     ((common, _),) = Counter(re.findall(r"[a-z]{2,}", " ".join(training))).most_common(1)
-    right = sum(answer == s[p.start() : p.end()] for (s, p, _), answer in zip(puzzles, answers))
-    always = sum(common == s[p.start() : p.end()] for s, p, _ in puzzles)
-    table = Table(
-        "sentence with its blank", "model", "original", box=None, title="six that it got, six that it did not"
-    )
+    correct = sum(answer == s[p.start() : p.end()] for (s, p, _), answer in zip(puzzles, answers))
+    baseline = sum(common == s[p.start() : p.end()] for s, p, _ in puzzles)
+    table = Table("sentence", "model", "original", box=None, title="Six correct and six wrong predictions")
     pairs = list(zip(puzzles, answers))
     hits = [answer == place[0] for (_, place, _), answer in pairs]
     shown = [pair for pair, hit in zip(pairs, hits) if hit][:6] + [pair for pair, hit in zip(pairs, hits) if not hit][
@@ -202,6 +209,6 @@ def _fill(console: "Console", model: "Pretrained", held_out: list[str], training
         table.add_row(f"{sentence[: place.start()]}____{sentence[place.end() :]}", f"{mark}{answer}[/]", word)
     console.print(table)
     console.print(
-        f"\n{right} of {len(puzzles)} blanks filled with the very word of the original; always saying "
-        f"'{common}', the commonest word, would fill {always}."
+        f"\nThe model restored {correct} of {len(puzzles)} missing words. Always predicting the most frequent word, "
+        f"'{common}', would restore {baseline}."
     )

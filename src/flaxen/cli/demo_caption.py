@@ -1,4 +1,4 @@
-"""flaxen demo caption: from drawn pictures to a captioner that describes new ones, in a few minutes on a CPU."""
+"""flaxen demo caption: train a captioner on generated images of shapes, in a few minutes on a CPU."""
 
 import json
 import random
@@ -24,13 +24,18 @@ COLOURS = {
     "black": (30, 30, 30),
 }  # fmt: skip
 SHAPES = ("circle", "square", "triangle")
-RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # of the large to the small
-SIZE, PICTURES, HELD_OUT = 48, 6000, 120
+RELATIONS = {
+    "left of": (-1, 0),
+    "right of": (1, 0),
+    "above": (0, -1),
+    "below": (0, 1),
+}  # direction of the large shape from the small one
+SIZE, N_IMAGES, HELD_OUT = 48, 6000, 120
 SPECIAL = ("<pad>", "</s>", "<unk>")
 
 
 class Scene(NamedTuple):
-    """A large and a small shape. The large one is named first: so a picture has one right caption."""
+    """A large and a small shape. The large one is always named first, so each image has exactly one correct caption."""
 
     colour: str
     shape: str
@@ -45,14 +50,17 @@ class Scene(NamedTuple):
 
 @dataclass(frozen=True)
 class DemoCaption:
-    """Train a small captioner on pictures that it draws, and let it describe scenes it has not seen (3 minutes)."""
+    """Train a small captioner on generated images and let it describe new ones (about 3 minutes on a CPU).
+
+    Example: flaxen demo caption --out flaxen-demo-caption
+    """
 
     out: Path = Path("flaxen-demo-caption")
-    """Directory for the pictures, the vocabulary and the run. Run again to see its results again."""
+    """Directory for the images, the vocabulary and the run. A second run with it only shows the results again."""
     steps: int = 1400
-    """Of training."""
+    """Number of training steps."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from rich.console import Console
         from rich.table import Table
 
@@ -62,20 +70,20 @@ class DemoCaption:
         vocabulary, run = self.out / "vocabulary", self.out / "run"
         files = RunFiles(run)
 
-        console.print("\n[bold]1. Pictures: a large and a small shape, side by side[/bold]")
+        console.print("\n[bold]1. Images: a large and a small shape[/bold]")
         train, held_out = scenes()
-        if not tables["validation"].exists():  # it is written last
-            _draw(tables["train"], train)
-            _draw(tables["validation"], held_out)
+        if not tables["validation"].exists():  # written last, so it exists only if all images do
+            _draw_images(tables["train"], train)
+            _draw_images(tables["validation"], held_out)
         kinds = len(set(train))
         console.print(
-            f"{len(train):,} pictures of {kinds:,} scenes to learn from; {len(held_out)} scenes are held out, such as\n"
-            f"“{held_out[0].caption}”: their parts are known, together they were never seen"
+            f"{len(train):,} training images of {kinds:,} scenes. {len(held_out)} scenes are held out, such as\n"
+            f"“{held_out[0].caption}”: the model sees each shape in training, but never this combination."
         )
         if not vocabulary.exists():
             _write_vocabulary(vocabulary)
 
-        console.print("\n[bold]2. Training: write the caption of a picture[/bold]")
+        console.print("\n[bold]2. Training: generate the caption of an image[/bold]")
         settings = CaptionSettings(
             out=run,
             model=ModelSettings(preset="vit-tiny+gpt2-tiny", tokenizer=str(vocabulary), image_size=SIZE, dropout=0.0),
@@ -89,10 +97,10 @@ class DemoCaption:
         console.print(f"$ flaxen train caption --recipe {files.config}", style="dim", markup=False)
         Train(settings).run(set())
 
-        console.print("\n[bold]3. Scenes that it has not seen[/bold]")
+        console.print("\n[bold]3. Scenes that the model has not seen[/bold]")
         records = files.records()
         records = [record for record in records if record["kind"] == "eval"]
-        table = Table("step", "loss", "CIDEr", "exact match", "exact match, as a bar", box=None)
+        table = Table("step", "loss", "CIDEr", "exact match", "exact match (bar)", box=None)
         for record in records:
             bar = "█" * round(0.4 * record["exact_match"])
             numbers = f"{record['loss']:.3f}", f"{record['cider']:.2f}", f"{record['exact_match']:.1f} %"
@@ -100,44 +108,50 @@ class DemoCaption:
         console.print(table)
         path = files.new_predictions(records[-1]["step"])
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        right = [line for line in lines if line["prediction"] in line["references"]]
+        correct = [line for line in lines if line["prediction"] in line["references"]]
         wrong = [line for line in lines if line["prediction"] not in line["references"]]
-        table = Table("picture", "model", "caption", box=None)
-        for line in right[:4] + wrong[:4]:
-            mark = "[green]" if line in right else "[yellow]"
+        table = Table("image", "model", "caption", box=None)
+        for line in correct[:4] + wrong[:4]:
+            mark = "[green]" if line in correct else "[yellow]"
             table.add_row(line["image"], f"{mark}{line['prediction']}[/]", line["references"][0])
         console.print(table)
-        console.print(f"\n{len(right)} of {len(lines)} scenes described word for word.")
+        console.print(f"\n{len(correct)} of {len(lines)} captions are exactly right.")
 
-        console.print(f"\n[bold]4. What you have[/bold] after {time.monotonic() - started:.0f} s")
+        console.print(f"\n[bold]4. Results[/bold] after {time.monotonic() - started:.0f} s")
         console.print(
-            f"{path.with_suffix('.html')}  the pictures with their captions: open it in a browser\n"
-            f"{files.model}  a checkpoint in Hugging Face's form: a VisionEncoderDecoderModel\n\n"
+            f"{path.with_suffix('.html')}  the images with their captions; open it in a browser\n"
+            f"{files.model}  the trained model in Hugging Face format (VisionEncoderDecoderModel)\n\n"
             "Next:\n"
             f"  flaxen generate {files.model} --image {tables['train'].parent / lines[0]['image']} --num-beams 4\n"
             "  flaxen compose google/vit-base-patch16-224-in21k gpt2 my-captioner\n"
-            "  flaxen train caption --out my-run --model.init my-captioner --data.train my-pictures/ --lora.rank 8",
+            "  flaxen train caption --out my-run --model.init my-captioner --data.train my-images/ --lora.rank 8",
             markup=False,
         )
 
 
 def scenes() -> tuple[list[Scene], list[Scene]]:
-    """Scenes to train on, some several times, and others to validate on."""
+    """Split all possible scenes into training scenes, repeated to make N_IMAGES images, and held-out ones."""
     objects = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    every = [Scene(*one, how, *two) for one in objects for how in RELATIONS for two in objects if one != two]
+    combinations = [
+        Scene(*large, relation, *small)
+        for large in objects
+        for relation in RELATIONS
+        for small in objects
+        if large != small
+    ]
     draw = random.Random(0)
-    draw.shuffle(every)
-    held_out, known = every[:HELD_OUT], every[HELD_OUT:]
-    return [known[i % len(known)] for i in range(PICTURES)], held_out
+    draw.shuffle(combinations)
+    held_out, training = combinations[:HELD_OUT], combinations[HELD_OUT:]
+    return [training[i % len(training)] for i in range(N_IMAGES)], held_out
 
 
-def _draw(table: Path, found: list[Scene]) -> None:
-    """Pictures and a table of them. Places and sizes differ from picture to picture."""
+def _draw_images(table: Path, scenes: list[Scene]) -> None:
+    """Draw an image of each scene and write a table of images and captions."""
     folder = table.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(table.stem)
     with atomic_file(table) as file:
-        for number, scene in enumerate(found):
+        for number, scene in enumerate(scenes):
             path = folder / f"{number:05}.png"
             picture(scene, draw).save(path)
             line = {"image": str(path.relative_to(table.parent)), "caption": scene.caption}
@@ -145,6 +159,7 @@ def _draw(table: Path, found: list[Scene]) -> None:
 
 
 def picture(scene: Scene, draw: random.Random) -> "PIL.Image.Image":
+    """Draw a scene with a random background, and with random offsets and sizes of its shapes."""
     from PIL import Image, ImageDraw
 
     light = draw.randint(215, 255)
@@ -164,7 +179,7 @@ def picture(scene: Scene, draw: random.Random) -> "PIL.Image.Image":
 
 
 def _outline(shape: str, x: float, y: float, r: float) -> Iterator[list[tuple[float, float]]]:
-    """Polygons that make up a shape; a circle has none."""
+    """Yield the polygons that make up a shape; none for a circle."""
     if shape == "square":
         yield [(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)]
     elif shape == "triangle":
@@ -175,7 +190,7 @@ def _outline(shape: str, x: float, y: float, r: float) -> Iterator[list[tuple[fl
 
 
 def _write_vocabulary(directory: Path) -> None:
-    """One token for each word that captions have."""
+    """Save a word-level tokenizer for the words of the captions."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from flaxen.hf.files import atomic_directory, write_json

@@ -1,4 +1,4 @@
-"""flaxen demo language: a Transformer-VQ learns the documentation of Python byte by byte, and writes some."""
+"""flaxen demo language: train a byte-level Transformer-VQ on Python's documentation and sample from it."""
 
 import lzma
 import random
@@ -19,14 +19,17 @@ PROMPTS = ("The function returns", "If the argument is ")
 
 @dataclass(frozen=True)
 class DemoLanguage:
-    """Train a small Transformer-VQ on the bytes of Python's documentation and let it go on with texts (3 minutes)."""
+    """Train a small Transformer-VQ on the bytes of Python's documentation and sample text (about 3 minutes on a CPU).
+
+    Example: flaxen demo language --out flaxen-demo-language
+    """
 
     out: Path = Path("flaxen-demo-language")
-    """Directory for the corpus and the run. Run again to see its results again."""
+    """Directory for the corpus and the run. A second run with it only shows the results again."""
     steps: int = 160
-    """Of training."""
+    """Number of training steps."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from rich.console import Console
         from rich.table import Table
 
@@ -39,16 +42,17 @@ class DemoLanguage:
         files = RunFiles(run)
         self.out.mkdir(parents=True, exist_ok=True)
 
-        console.print("\n[bold]1. Bytes: the documentation that Python carries[/bold]")
+        console.print("\n[bold]1. The corpus: documentation from the Python standard library[/bold]")
         paragraphs = list(_paragraphs())
         random.Random(0).shuffle(paragraphs)
         text = "\n".join(paragraphs).encode()
         corpus.write_bytes(text)
         cut = round(0.95 * len(text))
-        packed = 8 * (len(lzma.compress(text)) - len(lzma.compress(text[:cut]))) / (len(text) - cut)
+        # Size of the held-out text given the rest: xz of everything minus xz of the training part.
+        compressed = 8 * (len(lzma.compress(text)) - len(lzma.compress(text[:cut]))) / (len(text) - cut)
         console.print(
-            f"{len(text):,} bytes in {corpus}; the last 5 % are held out. A packer (xz) that has seen the rest needs "
-            f"{packed:.2f} bits for each byte of them."
+            f"{len(text):,} bytes in {corpus}; the last 5 % are held out. For comparison, xz compresses them to "
+            f"{compressed:.2f} bits per byte when it has seen the rest."
         )
 
         console.print("\n[bold]2. Training: predict the next byte[/bold]")
@@ -65,18 +69,18 @@ class DemoLanguage:
         )
         console.print(f"$ flaxen train language --recipe {files.config}", style="dim", markup=False)
         Train(settings).run(set())
-        table = Table("step", "bits per byte", "as a bar, to 8", box=None)
+        table = Table("step", "bits per byte", "bits per byte (bar)", box=None)
         for record in files.records():
             if record["kind"] == "eval":
                 bits = record["bits_per_byte"]
                 table.add_row(str(record["step"]), f"{bits:.3f}", "█" * max(1, round(5 * bits)))
         console.print(table)
 
-        console.print("\n[bold]3. What it writes[/bold], sampled, as it is made")
+        console.print("\n[bold]3. Sampled text[/bold], streamed as it is generated")
         model = load(files.model)
         for seed, prompt in enumerate(PROMPTS):
             console.print(f"[bold]{prompt}[/bold]", end="")
-            asked: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "do_sample": True,
                 "temperature": 0.7,
                 "top_p": 0.9,
@@ -84,17 +88,18 @@ class DemoLanguage:
                 "max_new_tokens": 240,
                 "seed": seed,
             }
-            for piece in model.stream(prompt, **asked):
+            for piece in model.stream(prompt, **options):
                 console.print(piece, end="", markup=False)
             console.print("\n")
 
         memory = model.remember(text[:10_000].decode(errors="ignore"))
         size = vq_lm.state_bytes(memory.state) / 1e6
-        console.print(f"[bold]4. What you have[/bold] after {time.monotonic() - started:.0f} s")
+        console.print(f"[bold]4. Results[/bold] after {time.monotonic() - started:.0f} s")
         console.print(
-            f"{files.model}  a checkpoint; {files.codebooks}  how it uses its codes\n"
-            f"What it remembers of 10,000 bytes, or of any number: {size:.2f} MB\n\n"
-            "Next, on a file of your own:\n"
+            f"{files.model}  the trained model\n"
+            f"{files.codebooks}  a plot of how its codes are used\n"
+            f"Its memory of a text takes {size:.2f} MB, however long the text is.\n\n"
+            "Next, on your own file:\n"
             "  flaxen train language --out my-run --model.preset vq-tiny --data.train my-file --data.kind bytes\n"
             f"  flaxen generate {files.model} --text 'The list' --do-sample --stream\n"
             "  flaxen bench language",

@@ -1,4 +1,4 @@
-"""flaxen eval TASK MODEL --data.validation …"""
+"""flaxen eval TASK MODEL --data.validation …: evaluate a checkpoint on held-out data."""
 
 import dataclasses
 import json
@@ -17,46 +17,53 @@ E = TypeVar("E", bound=Evaluation)
 
 @dataclass(frozen=True)
 class Eval(Generic[E]):
-    """Evaluate a checkpoint."""
+    """Evaluate a checkpoint.
+
+    Example: flaxen eval seq2seq run/model --data.validation pairs.jsonl --data.source question --data.target answer
+    """
 
     model: tyro.conf.Positional[str]
     """Checkpoint directory or hub id."""
     settings: Annotated[E, tyro.conf.arg(name="")]
     adapter: str | None = None
-    """Directory of a LoRA adapter to add to it."""
+    """Directory of a LoRA adapter to merge into the model. Default: none."""
     tokenizer: str | None = None
-    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's."""
+    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's tokenizer."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """dtype of matrix products."""
 
-    def run(self, given: set[str]) -> None:
-        from flaxen.cli.build import open_evaluation, setup
+    def run(self, given_flags: set[str]) -> None:
+        from flaxen.cli.build import open_evaluation, open_setup
         from flaxen.train.loop import evaluate
         from flaxen.train.step import scorer
 
-        asked: Any = self.settings
-        split = getattr(asked, "split", "validation")
-        begin = setup(ModelSettings(init=self.model, tokenizer=self.tokenizer, compute=self.compute))
+        evaluation: Any = self.settings
+        split = getattr(evaluation, "split", "validation")
+        setup = open_setup(ModelSettings(init=self.model, tokenizer=self.tokenizer, compute=self.compute))
         options = None
-        if hasattr(asked, "options") and not asked.loss_only:
-            options = _chosen(asked.options, given, asked.objective.longest, begin.generation_config)
-        task = open_evaluation(_task_name(asked), asked, begin, split)
-        for note in task.evaluation_notes(asked.batch_size):
+        if hasattr(evaluation, "options") and not evaluation.loss_only:
+            options = _resolve_options(
+                evaluation.options, given_flags, evaluation.objective.longest, setup.generation_config
+            )
+        task = open_evaluation(_task_name(evaluation), evaluation, setup, split)
+        for note in task.evaluation_notes(evaluation.batch_size):
             print(note, file=sys.stderr)
-        model, skipped = begin.weights(task.config, self.adapter), set[str]()
-        values = evaluate(task, scorer(task), model, asked.batch_size, asked.examples, skipped)
+        model, skipped = setup.weights(task.config, self.adapter), set[str]()
+        values = evaluate(task, scorer(task), model, evaluation.batch_size, evaluation.examples, skipped)
         if options is not None:
-            where = (asked.out, getattr(asked, "sheet", None))
-            values |= task.generate_and_score(model, options, asked.batch_size, asked.examples, *where, skipped)
-        print(task.describe_evaluated(asked.examples, len(skipped)), file=sys.stderr)
-        print(json.dumps(({"split": split} if hasattr(asked, "split") else {}) | values))
+            outputs = (evaluation.out, getattr(evaluation, "sheet", None))
+            values |= task.generate_and_score(
+                model, options, evaluation.batch_size, evaluation.examples, *outputs, skipped
+            )
+        print(task.describe_evaluated(evaluation.examples, len(skipped)), file=sys.stderr)
+        print(json.dumps(({"split": split} if hasattr(evaluation, "split") else {}) | values))
 
 
-def _task_name(asked: Evaluation) -> str:
-    return next(name for name, row in TASKS.items() if isinstance(asked, row.evaluation))
+def _task_name(evaluation: Evaluation) -> str:
+    return next(name for name, row in TASKS.items() if isinstance(evaluation, row.evaluation))
 
 
-def _chosen(options: Options, given: set[str], longest: int, generation: dict[str, Any]) -> Options:
-    """What was not typed is left to the checkpoint's own defaults; but the length, to the targets' limit."""
-    typed = {f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if f.name in given}
-    return make_options({"max_new_tokens": longest} | typed, generation)
+def _resolve_options(options: Options, given_flags: set[str], longest: int, generation: dict[str, Any]) -> Options:
+    """Fill in options that were not given: max_new_tokens is `longest`, the others are the checkpoint's defaults."""
+    explicit = {f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if f.name in given_flags}
+    return make_options({"max_new_tokens": longest} | explicit, generation)

@@ -1,4 +1,4 @@
-"""flaxen export RUN DIR"""
+"""flaxen export RUN DIR: save a checkpoint of a run in Hugging Face format."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +8,19 @@ import tyro
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of a run in Hugging Face's form, while it goes on or after it was stopped."""
+    """Export a checkpoint of a run to Hugging Face format; the run may still be training.
+
+    Example: flaxen export run exported --step 400
+    """
 
     run_directory: tyro.conf.Positional[Path]
     """Directory of the run."""
     out: tyro.conf.Positional[Path]
-    """Directory to write."""
+    """Directory to write the model to."""
     step: int | None = None
-    """Which checkpoint. Default: the newest."""
+    """Step of the checkpoint to export. Default: the newest."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         import jax
 
         from flaxen.cli import process
@@ -32,11 +35,13 @@ class Export:
         settings = of_run(path)
         checkpoints = Checkpoints(RunFiles(path).checkpoints, read_only=True)
         if not checkpoints.steps:
-            raise InputError(f"{path} has no checkpoint yet")
+            raise InputError(f"{path} has no checkpoint yet; wait for training to save one")
         step = checkpoints.steps[-1] if self.step is None else self.step
         if step not in checkpoints.steps:
-            raise InputError(f"{path} has no checkpoint {step}; it has {', '.join(map(str, checkpoints.steps))}")
-        built = build(settings)
-        state, _ = checkpoints.restore(step, jax.eval_shape(built.stepper.start, built.abstract))
-        built.export(state.model, self.out)
-        print(f"step {step} of {path} is in {self.out}")
+            raise InputError(
+                f"{path} has no checkpoint of step {step}; available: {', '.join(map(str, checkpoints.steps))}"
+            )
+        components = build(settings)
+        state, _ = checkpoints.restore(step, jax.eval_shape(components.stepper.start, components.abstract))
+        components.export(state.model, self.out)
+        print(f"exported step {step} of {path} to {self.out}")

@@ -1,4 +1,4 @@
-"""flaxen generate MODEL --text … | --image … | --file … | --sample-images …"""
+"""flaxen generate MODEL --text … | --image … | --file … | --sample-images …: generate text or images."""
 
 import dataclasses
 import json
@@ -26,78 +26,84 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate: answers of a T5, continuations of a GPT-2 or a Transformer-VQ, captions of a captioner, pictures."""
+    """Generate text with a T5, GPT-2 or Transformer-VQ, captions with a captioner, or images with a pixel model.
+
+    Example: flaxen generate google/flan-t5-small --text "translate English to German: Good morning."
+    """
 
     model: tyro.conf.Positional[str]
     """Checkpoint directory or hub id."""
     text: tuple[str, ...] = ()
-    """Prompts."""
+    """Prompts, each a separate argument."""
     image: tuple[Path, ...] = ()
-    """Pictures, for a captioner."""
+    """Image files to caption."""
     file: str | None = None
-    """Prompts from a file: one per line, or the rows of .jsonl .json .csv .tsv .parquet; '-' reads standard input."""
+    """File of prompts: one per line, or the rows of .jsonl .json .csv .tsv .parquet; '-' is standard input.
+    Default: none."""
     column: str = "text"
-    """Column of a table that holds the prompt, or a template such as 'summarize: {document}'. For a captioner, the path
-    of a picture, from the folder of the table."""
+    """Column of the table that holds the prompt, or a template such as 'summarize: {document}'. For a captioner, the
+    column holds image paths relative to the folder of the table."""
     sample_images: int = 0
-    """Draw so many pictures with a Transformer-VQ of pixels, into the directory --out, with a grid of them all."""
+    """Number of images to sample from a Transformer-VQ trained on pixels; they are written to the directory --out."""
     memory: Path | None = None
-    """Go on from what a Transformer-VQ had read when this file was written; --text is then what follows it."""
+    """Continue from the state of a Transformer-VQ that --save-memory wrote; --text, if any, is read after it.
+    Default: an empty memory."""
     save_memory: Path | None = None
-    """Write what a Transformer-VQ has read behind --text to this .npz file, and generate nothing."""
+    """Save the state of a Transformer-VQ after reading --text to this .npz file, and generate nothing. Default: off."""
     adapter: str | None = None
-    """Directory or hub id of a LoRA adapter to add to the model."""
+    """Directory or hub id of a LoRA adapter to merge into the model. Default: none."""
     out: Path | None = None
-    """Write here instead of to standard output; appears when complete. After a kill, the same command goes on."""
+    """Output file, or directory of sampled images; it appears when complete. If interrupted while writing JSON lines,
+    rerun the command to resume. Default: standard output."""
     json: bool = False
-    """JSON lines with text, tokens, logprobs, score, index and id of the prompt, instead of plain text. So are files
-    whose name ends in .jsonl."""
+    """Output JSON lines with text, tokens, logprobs, score, and the prompt's index and id, instead of plain text.
+    Implied if --out ends in .jsonl."""
     stream: bool = False
-    """Show the text of a single prompt as it is made."""
+    """Print the output of a single prompt token by token as it is generated."""
     batch_size: int = 16
-    """Prompts computed together."""
+    """Number of prompts per batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in memory and of the products."""
+    """dtype of the weights in memory and of matrix products."""
     bad_words: tuple[str, ...] = ()
-    """Words that must not occur in the output."""
+    """Words that must not be generated."""
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         if self.batch_size < 1:
             raise InputError(f"--batch-size must be at least 1, got {self.batch_size}")
-        if "column" in given and (self.file is None or kind_of(Path(self.file)) not in READERS):
-            raise InputError("--column is of a table: give one with --file")
-        if "sample_images" in given:
-            self._draw(given)
+        if "column" in given_flags and (self.file is None or kind_of(Path(self.file)) not in READERS):
+            raise InputError("--column requires a table; pass one with --file")
+        if "sample_images" in given_flags:
+            self._sample_images(given_flags)
             return
         if self.memory and not self.text and not self.file and not self.image:
-            dataclasses.replace(self, text=("",)).run(given)
+            dataclasses.replace(self, text=("",)).run(given_flags)
             return
         if bool(self.text) + bool(self.image) + (self.file is not None) != 1:
-            raise InputError("give prompts either with --text, with --image or with --file")
+            raise InputError("exactly one of --text, --image and --file is required")
         if (self.memory or self.save_memory) and len(self.text) != 1:
-            raise InputError("--memory and --save-memory are for one --text")
-        # What was not typed is left to the checkpoint's own defaults.
-        options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
+            raise InputError("--memory and --save-memory require exactly one --text")
+        # Options that were not set are left to the checkpoint's generation config.
+        options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given_flags}
         if self.save_memory and (options or self.out or self.json or self.stream):
-            raise InputError("--save-memory generates nothing: leave out --out, --json, --stream and search options")
+            raise InputError("--save-memory generates nothing; remove --out, --json, --stream and search options")
         if self.stream and (len(self.text) + len(self.image) != 1 or self.json or self.out):
-            raise InputError("--stream shows one prompt as plain text: give one --text, and neither --json nor --out")
+            raise InputError("--stream requires a single --text or --image and cannot be combined with --json or --out")
         prompts, n = self._prompts()
 
         import flaxen
 
         pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter)
-        sees = pretrained.family.prompting.reads == "image"
-        if (sees and self.text) or (self.image and not sees):
-            want = "sees pictures: give --image" if sees else "reads texts: give --text"
-            raise InputError(f"{self.model} {want}, or --file")
-        if sees and self.file is not None:
+        reads_images = pretrained.family.prompting.reads == "image"
+        if (reads_images and self.text) or (self.image and not reads_images):
+            expected = "images; pass --image" if reads_images else "text; pass --text"
+            raise InputError(f"{self.model} reads {expected} or --file")
+        if reads_images and self.file is not None:
             folder = Path(self.file).parent
             prompts = ((id, str(folder / path)) for id, path in prompts)
         if self.bad_words:
             if pretrained.tokenizer is None:
-                raise InputError("--bad-words needs a checkpoint with a tokenizer")
+                raise InputError("--bad-words requires a checkpoint with a tokenizer")
             options["bad_words_ids"] = [pretrained.tokenizer.encode(word, eos=False) for word in self.bad_words]
         memory = None
         if self.memory:
@@ -106,7 +112,7 @@ class Generate:
             memory = Stored.load(self.memory, pretrained.config)
         if self.save_memory:
             pretrained.remember(self.text[0], memory).save(self.save_memory)
-            print(f"memory in {self.save_memory}: {self.save_memory.stat().st_size / 1e6:,.2f} MB", file=sys.stderr)
+            print(f"wrote {self.save_memory}: {self.save_memory.stat().st_size / 1e6:,.2f} MB", file=sys.stderr)
             return
         if self.stream:
             for piece in pretrained.stream((*self.text, *self.image)[0], memory, **options):
@@ -119,21 +125,22 @@ class Generate:
         else:
             self._to_file(self.out, pretrained, prompts, n, options, memory)
 
-    def _draw(self, given: set[str]) -> None:
-        """Pictures one by one as .png, and all of them in grid.png."""
+    def _sample_images(self, given_flags: set[str]) -> None:
+        """Sample images into a directory of .png files, with all of them in grid.png."""
         if self.text or self.image or self.file is not None or self.out is None or self.sample_images < 1:
-            raise InputError("--sample-images needs a positive number, --out, a directory, and no prompts")
-        others = ("memory", "save_memory", "json", "stream", "bad_words")
-        if ignored := [name for name in others if getattr(self, name)]:
-            raise InputError(f"--{ignored[0].replace('_', '-')} is not for --sample-images")
+            raise InputError("--sample-images requires a number of at least 1, a directory as --out, and no prompts")
+        text_flags = ("memory", "save_memory", "json", "stream", "bad_words")
+        if ignored := [name for name in text_flags if getattr(self, name)]:
+            raise InputError(f"--{ignored[0].replace('_', '-')} cannot be combined with --sample-images")
         import flaxen
         from flaxen.cli.sample_images import draw
 
         pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter)
-        options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given}
+        options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given_flags}
         draw(pretrained, self.sample_images, self.out, self.batch_size, options)
 
     def _prompts(self) -> tuple[Iterable[tuple[str | None, str]], int]:
+        """Return the (id, prompt) pairs and their number. The prompt of a captioner is the path of an image."""
         if self.image:
             return [(str(path), str(path)) for path in self.image], len(self.image)
         return read_prompts(self.text, self.file, self.column)
@@ -147,7 +154,7 @@ class Generate:
         options: dict,
         memory: "Memory | None",
     ) -> None:
-        """JSON lines survive a kill: the same command goes on behind the last whole window of prompts."""
+        """Write the outputs to a file. JSON lines can be resumed after the last complete prompt; plain text cannot."""
         if not self.lines:
             with atomic_file(out) as file:
                 for window in self._generate(pretrained, prompts, n, 0, options, memory):
@@ -160,10 +167,10 @@ class Generate:
             "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
             "memory": stamps((self.memory,)) if self.memory else None,
         }  # fmt: skip
-        each = make_options(options, pretrained.generation).num_return_sequences
-        with closing(ResumableLines(out, key, each)) as written:
+        per_prompt = make_options(options, pretrained.generation).num_return_sequences
+        with closing(ResumableLines(out, key, per_prompt)) as written:
             if written.items:
-                print(f"going on behind prompt {written.items:,} of {n:,}", file=sys.stderr)
+                print(f"resuming after prompt {written.items:,} of {n:,}", file=sys.stderr)
             for window in self._generate(pretrained, prompts, n, written.items, options, memory):
                 written.write(window)
             written.finish()
@@ -177,26 +184,29 @@ class Generate:
         options: dict,
         memory: "Memory | None",
     ) -> Iterator[list[str]]:
-        """Lines of some batches at a time, whose prompts are sorted by length among themselves."""
+        """Yield the output lines of a few batches at a time.
+
+        `generate` sorts the prompts of a window by length, so that batches have little padding.
+        """
         stride = 8 * self.batch_size
         with progress("generating", n, done, n > self.batch_size) as report:
             first = done
             for window in windows(islice(prompts, done, None), stride):
                 ids, texts = zip(*window)
-                found = pretrained.generate(
+                outputs = pretrained.generate(
                     list(texts), batch_size=self.batch_size, memory=memory, first=first, **options
                 )
-                yield [self._line(one, ids[one.index - first]) for one in found]
+                yield [self._line(output, ids[output.index - first]) for output in outputs]
                 first += len(window)
                 report(first)
 
     @property
     def lines(self) -> bool:
-        """Whether outputs are JSON lines."""
+        """Whether to write JSON lines rather than plain text."""
         return self.json or (self.out is not None and self.out.suffix == ".jsonl")
 
-    def _line(self, one: "Generated", id: str | None) -> str:
+    def _line(self, output: "Generated", id: str | None) -> str:
         if self.lines:
             named = {} if id is None else {"id": id}
-            return json.dumps(named | dataclasses.asdict(one), ensure_ascii=False)
-        return " ".join(map(str, one.tokens)) if one.text is None else one.text
+            return json.dumps(named | dataclasses.asdict(output), ensure_ascii=False)
+        return " ".join(map(str, output.tokens)) if output.text is None else output.text

@@ -62,7 +62,7 @@ def page(command: str, kind: Any, description: str, default: Any = None) -> str:
     options = parser.format_help().partition("\n\n")[2]
     lines = [textwrap.fill(summary, WIDTH), "", textwrap.fill(f"Usage: {usage}", WIDTH, subsequent_indent="  ")]
     if example:
-        lines += ["", "Example:", *textwrap.wrap(" ".join(example.split()), WIDTH, **_INDENTED)]
+        lines += ["", "Example:", *_wrap_command(" ".join(example.split()))]
     return "\n".join([*lines, "", options])
 
 
@@ -78,7 +78,15 @@ def index(title: str, sections: dict[str, dict[str, str]], closing: str) -> str:
     return "\n".join([*lines, "", closing])
 
 
-_INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+def _wrap_command(command: str) -> list[str]:
+    """A command line in several lines that a shell reads as one; flags keep their values."""
+    lines = ["  "]
+    for part in re.split(r" (?=--)", command):
+        if len(lines[-1]) + len(part) + 3 > WIDTH:
+            lines[-1] += " \\"
+            lines.append("     ")
+        lines[-1] += part if lines[-1] == "  " else f" {part}"
+    return lines
 
 
 def flags(kind: Any, default: Any = None, prefix: str = "", group: str = "") -> Iterator[Flag]:

@@ -1,4 +1,4 @@
-"""flaxen info MODEL"""
+"""flaxen info MODEL: describe a checkpoint or preset."""
 
 import dataclasses
 import math
@@ -6,19 +6,22 @@ from dataclasses import dataclass
 
 import tyro
 
-HIDDEN = ("scan", "remat")  # how, not what
+HIDDEN = ("scan", "remat")  # how the model is computed, not what it is
 
 
 @dataclass(frozen=True)
 class Info:
-    """Show what a checkpoint holds, without loading its weights."""
+    """Show the size and configuration of a checkpoint or preset, without loading weights.
+
+    Example: flaxen info google/flan-t5-small
+    """
 
     model: tyro.conf.Positional[str]
     """Checkpoint directory, hub id, or preset such as t5-small."""
     subfolder: str | None = None
-    """Folder of the checkpoint in it, such as text_encoder_2 of a diffusion model."""
+    """Subfolder of MODEL with the checkpoint, such as text_encoder_2 of a diffusion model. Default: MODEL itself."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from rich.console import Console
         from rich.table import Table
 
@@ -50,8 +53,8 @@ class Info:
             ("memory", f"{4 * n / 1e9:.2f} GB in float32, {2 * n / 1e9:.2f} GB in bfloat16"),
         ]
         for name, value in dataclasses.asdict(config).items():
-            parts = {f"{name}.{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
-            rows += [(part, str(one)) for part, one in parts.items() if part.split(".")[-1] not in HIDDEN]
+            parts = {f"{name}.{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
+            rows += [(part, str(v)) for part, v in parts.items() if part.split(".")[-1] not in HIDDEN]
         table = Table(show_header=False, box=None)
         for name, value in rows:
             table.add_row(name, value)

@@ -1,4 +1,4 @@
-"""flaxen preview TASK: what the model will see, before any training."""
+"""flaxen preview TASK: show training examples exactly as the model will see them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +13,26 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True)
 class Preview(Generic[S]):
-    """Show decoded training examples, and how many there are."""
+    """Show decoded training examples and their number.
+
+    Example: flaxen preview denoise --model.preset byt5-small --data.train 'texts/*.txt'
+    """
 
     settings: Annotated[S, tyro.conf.arg(name="")]
     recipe: Path | None = None
-    """TOML file with settings; flags override it. See recipes/."""
+    """TOML file with settings; flags override it. The directory recipes/ has examples. Default: none."""
     examples: int = 3
-    """How many to show."""
+    """Number of examples to show."""
     step: int = 0
-    """Number of the batch to show examples of."""
+    """Training step, from 0, whose batch the examples are taken from."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from rich.console import Console
 
-        from flaxen.cli.build import open_task, setup
+        from flaxen.cli.build import open_setup, open_task
         from flaxen.tasks.task import report_skipped
 
-        task, size = open_task(self.settings, setup(self.settings.model)), self.settings.training.batch_size
+        task, size = open_task(self.settings, open_setup(self.settings.model)), self.settings.training.batch_size
         console = Console(soft_wrap=True, highlight=False, emoji=False)
         for note in (*task.notes(size), task.vocabulary()):
             console.print(note, markup=False)

@@ -1,11 +1,11 @@
-"""What the `flaxen` command does to its own process. Used as a library, Flaxen does none of it.
+"""Process-wide settings of the `flaxen` command. Flaxen used as a library changes none of them.
 
-malloc   restarts the process once, with a malloc that suits XLA (flaxen.malloc.settle_memory)
-cache    keeps compiled programs on disk, in flaxen/xla of $XDG_CACHE_HOME or ~/.cache
-logs     silences the loggers `absl` and `asyncio`, through which orbax reports every file and repeats every error
-images   ignores Pillow's warnings, which name no file; an image that cannot be read is reported by name
-hook     drops the tracebacks of writes that end after one has failed; the first error is raised
-signals  lets the current step end and be saved on SIGTERM and SIGINT
+malloc   restart the process once with malloc tuned for XLA (flaxen.malloc.restart_with_tuned_malloc)
+cache    keep compiled programs on disk, in flaxen/xla of $XDG_CACHE_HOME or ~/.cache
+logs     silence the loggers `absl` and `asyncio`, with which orbax reports every file and repeats every error
+images   ignore Pillow's warnings, which do not name the file; unreadable images are reported by Flaxen
+hook     hide the tracebacks of writes that are cancelled after another write failed; the first error is raised
+signals  on SIGTERM and SIGINT, finish and save the current step
 
 Each can be turned off by name: FLAXEN_OFF=cache,logs flaxen train …
 """
@@ -23,11 +23,12 @@ from typing import Any
 
 
 def enabled(effect: str) -> bool:
+    """Whether an effect is not listed in FLAXEN_OFF."""
     return effect not in os.environ.get("FLAXEN_OFF", "").replace(" ", "").split(",")
 
 
 def cache_compilations() -> None:
-    """Keep compiled programs on disk between runs, unless the environment says where. Call it before importing JAX."""
+    """Cache compiled programs on disk, unless the environment configures a cache. Call it before importing JAX."""
     if not enabled("cache"):
         return
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -37,13 +38,16 @@ def cache_compilations() -> None:
 
 
 def quiet_images() -> None:
+    """Ignore Pillow's warnings."""
     if enabled("images"):
         warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def quiet_checkpoints() -> None:
-    """Errors of reading and writing checkpoints are raised; nothing else is said of them. Call it after orbax is
-    imported, which sets up the loggers."""
+    """Silence the log messages of reading and writing checkpoints; errors are still raised.
+
+    Call it after importing orbax, which sets up the loggers.
+    """
     if enabled("logs"):
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -52,22 +56,25 @@ def quiet_checkpoints() -> None:
 
 
 class _QuietHook:
-    """When one write fails, tensorstore prints a traceback for each that ends later. The first error is raised."""
+    """Hide the tracebacks that tensorstore prints for every write that ends after another one failed."""
 
     def __init__(self, show: Any):
         self._show = show
 
-    def __call__(self, lost: Any) -> None:
-        if not (lost.exc_type is RuntimeError and str(lost.exc_value) == "Event loop is closed"):
-            self._show(lost)
+    def __call__(self, unraisable: Any) -> None:
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            self._show(unraisable)
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT, so that the current step can end and be saved. The second one interrupts."""
+    """Record SIGTERM and SIGINT in a list, so that the current step can be finished and saved.
+
+    A second signal raises KeyboardInterrupt.
+    """
     received: list[int] = []
 
-    def note(number: int, _: object) -> None:
+    def record(number: int, _: object) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)
@@ -75,7 +82,7 @@ def stop_signals() -> Iterator[list[int]]:
     if not enabled("signals") or threading.current_thread() is not threading.main_thread():
         yield received
         return
-    old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    old = {number: signal.signal(number, record) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:

@@ -1,4 +1,4 @@
-"""Prompts out of a file, a window at a time; and outputs into a file that a kill does not cost."""
+"""Read prompts from a file, and write outputs to a file that can be resumed after an interruption."""
 
 import hashlib
 import json
@@ -24,68 +24,72 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PromptFile:
-    """One prompt on each line of a text, or in each row of a table."""
+    """A file with one prompt per line of text or per row of a table."""
 
     path: Path
     column: str = "text"
 
     def __iter__(self) -> Iterator[tuple[str | None, str]]:
-        """(id, prompt), in order and in constant memory; the id is None unless the table has a column of them."""
+        """Yield (id, prompt) in order and in constant memory; the id is None unless the table has a column 'id'."""
         if kind_of(self.path) not in READERS:
-            for number, line in enumerate(_without_last_end(lines(decoded(self.path, "error", ignore_progress))), 1):
-                yield None, filled(line, f"{self.path}, line {number}")
+            for number, line in enumerate(_drop_last_if_empty(lines(decoded(self.path, "error", ignore_progress))), 1):
+                yield None, check_prompt(line, f"{self.path}, line {number}")
             return
-        template, named = Template(self.column, "--column"), False
+        template, has_ids = Template(self.column, "--column"), False
 
         def choose(columns: list[str], where: str) -> list[str]:
-            nonlocal named
-            named = "id" in columns
-            return list(dict.fromkeys([*template.columns(columns, where), *(["id"] if named else [])]))
+            nonlocal has_ids
+            has_ids = "id" in columns
+            return list(dict.fromkeys([*template.columns(columns, where), *(["id"] if has_ids else [])]))
 
         for where, row in TableFiles((self.path,)).rows(choose, "error", ignore_progress):
-            text = filled(template.fill(row, None, where, "error"), where)
-            yield (str(row["id"]) if named else None), text
+            text = check_prompt(template.fill(row, None, where, "error"), where)
+            yield (str(row["id"]) if has_ids else None), text
 
 
 def read_prompts(texts: tuple[str, ...], file: str | None, column: str) -> tuple[Iterable[tuple[str | None, str]], int]:
-    """(id, prompt) of each of --text or --file, and how many there are: a wrong one fails now, not after an hour."""
+    """Return the (id, prompt) pairs of --text or --file and their number.
+
+    All prompts are read once to count them, so that an invalid one is reported now and not after hours of work.
+    """
     if texts:
         return [(None, text) for text in texts], len(texts)
     if file == "-":
-        typed = sys.stdin.read().splitlines()
-        if not typed:
-            raise InputError("standard input is empty; expected a prompt on each line")
-        return [(None, filled(line, f"standard input, line {i}")) for i, line in enumerate(typed, 1)], len(typed)
+        rows = sys.stdin.read().splitlines()
+        if not rows:
+            raise InputError("standard input is empty; expected one prompt per line")
+        return [(None, check_prompt(line, f"standard input, line {i}")) for i, line in enumerate(rows, 1)], len(rows)
     assert file is not None
     path = Path(file)
     if not path.is_file():
-        raise InputError(f"no file {file!r}")
-    found = PromptFile(path, column)
-    n = sum(1 for _ in found)
+        raise InputError(f"{file} does not exist")
+    file_prompts = PromptFile(path, column)
+    n = sum(1 for _ in file_prompts)
     if not n:
-        raise InputError(f"{file} is empty; expected a prompt on each line")
-    return found, n
+        raise InputError(f"{file} is empty; expected one prompt per line")
+    return file_prompts, n
 
 
-def filled(prompt: str | None, where: str) -> str:
-    """A prompt that is one: an empty line among others is a mistake more often than a wish."""
+def check_prompt(prompt: str | None, where: str) -> str:
+    """Return the prompt, or raise if it is blank: a blank line is more often a mistake than intended."""
     if not prompt or prompt.isspace():
-        raise InputError(f"{where}: the prompt is empty; remove it (--text '' generates from nothing)")
+        raise InputError(f"{where}: the prompt is empty; remove it (--text '' generates without a prompt)")
     return prompt
 
 
-def _without_last_end(found: Iterable[str]) -> Iterator[str]:
-    """A text that ends with a line end has no line behind it."""
-    held: str | None = None
-    for line in found:
-        if held is not None:
-            yield held
-        held = line
-    if held:
-        yield held
+def _drop_last_if_empty(text_lines: Iterable[str]) -> Iterator[str]:
+    """Drop the empty line after the final line break of a file."""
+    previous: str | None = None
+    for line in text_lines:
+        if previous is not None:
+            yield previous
+        previous = line
+    if previous:
+        yield previous
 
 
 def windows(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Split into lists of `size` items; the last one may be shorter."""
     rest = iter(items)
     while window := list(islice(rest, size)):
         yield window
@@ -93,7 +97,7 @@ def windows(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 @contextmanager
 def progress(what: str, n: int, done: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; it hears how many prompts are done."""
+    """Show a progress bar on a terminal; call the result with the number of finished prompts."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -105,31 +109,31 @@ def progress(what: str, n: int, done: int, shown: bool) -> Iterator[Callable[[in
 
 
 def checkpoint_stamps(name: str | None, subfolder: str | None = None) -> list[list[Any]] | None:
-    """What changes when a file of a checkpoint, or of the tokenizer beside it, does."""
+    """Stamps that change whenever a file of the checkpoint or of its tokenizer does."""
     from flaxen.hf import files
 
     if name is None:
         return None
     directory = files.locate(name, subfolder)
     folders = [directory, files.tokenizer_folder(directory) or directory]
-    found = {path for folder in folders for kind in files.WANTED for path in folder.rglob(kind) if path.is_file()}
-    return stamps(tuple(sorted(found)))
+    paths = {path for folder in folders for kind in files.WANTED for path in folder.rglob(kind) if path.is_file()}
+    return stamps(tuple(sorted(paths)))
 
 
 class ResumableLines:
-    """A file of lines that is written in pieces and takes its name when it is complete.
+    """A text file that is written in pieces, under a temporary name until it is complete.
 
-    What was written before a kill is found again by `key`, which says all that the lines depend on; `items` is how many
-    there are, of `per_item` lines each. With another key it begins anew.
+    The temporary name depends on `key`, which must contain everything the lines depend on. With the same key, writing
+    resumes after `items` complete items of `per_item` lines each; with another key, it starts from the beginning.
     """
 
     def __init__(self, path: Path, key: dict[str, Any], per_item: int):
         self.path, self.partial = path, _partial(path, key)
-        self.items = self._kept(per_item) if self.partial.exists() else 0
+        self.items = self._truncate_to_items(per_item) if self.partial.exists() else 0
         self._file: TextIO = self.partial.open("a", encoding="utf-8")
 
-    def _kept(self, per_item: int) -> int:
-        """How many whole items there are; what a kill left of another is dropped."""
+    def _truncate_to_items(self, per_item: int) -> int:
+        """Return the number of complete items; an incomplete one at the end is cut off."""
         with self.partial.open("rb") as file:
             n = sum(line.endswith(b"\n") for line in file) // per_item
             file.seek(0)
@@ -137,9 +141,9 @@ class ResumableLines:
         os.truncate(self.partial, size)
         return n
 
-    def write(self, written: Iterable[str]) -> None:
-        """These lines, to the disk."""
-        self._file.writelines(line + "\n" for line in written)
+    def write(self, new_lines: Iterable[str]) -> None:
+        """Append lines and sync them to disk."""
+        self._file.writelines(line + "\n" for line in new_lines)
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -152,8 +156,10 @@ class ResumableLines:
 
 
 class ResumableArray:
-    """As `ResumableLines`, but a .npy file of `n` rows of `width` float32 numbers, which are kept in whole groups of
-    `per_item` rows. Its header is written last."""
+    """A .npy file of float32 [n, width] that is written in pieces; resumes like `ResumableLines`.
+
+    An item is a group of `per_item` rows. Space is reserved for the header, which is written last.
+    """
 
     def __init__(self, path: Path, key: dict[str, Any], per_item: int, n: int, width: int):
         from io import BytesIO
@@ -170,7 +176,7 @@ class ResumableArray:
         self._file.seek(0, os.SEEK_END)
 
     def write(self, rows: "numpy.ndarray") -> None:
-        """These rows, to the disk."""
+        """Append rows and sync them to disk."""
         self._file.write(rows.astype("<f4").tobytes())
         self._sync()
 
@@ -190,12 +196,13 @@ class ResumableArray:
 
 
 def _partial(path: Path, key: dict[str, Any]) -> Path:
-    """The file that holds what is written so far, with these settings."""
+    """Return the temporary name of an incomplete file with these settings."""
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=6).hexdigest()
     return path.with_name(f".{path.name}.{digest}.partial")
 
 
 def _complete(partial: Path, path: Path) -> None:
+    """Rename a complete file to its final name and delete leftovers."""
     partial.replace(path)
-    for other in path.parent.glob(f".{path.name}.*.partial"):  # of other settings
+    for other in path.parent.glob(f".{path.name}.*.partial"):  # incomplete files with other settings
         other.unlink()

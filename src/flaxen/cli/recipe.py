@@ -1,4 +1,4 @@
-"""Settings as nested frozen dataclasses, as TOML, and as flags: one fact, three spellings."""
+"""Convert settings between nested frozen dataclasses and TOML. (tyro converts the same dataclasses to flags.)"""
 
 import dataclasses
 import types
@@ -9,62 +9,63 @@ from typing import Any, TypeVar
 import tyro
 
 from flaxen.cli.renamed import current_settings
-from flaxen.errors import InputError, did_you_mean
+from flaxen.errors import InputError, did_you_mean, unknown
 
 T = TypeVar("T")
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """What TOML can say: no None, no tuples, no paths."""
-    found: dict[str, Any] = {}
+    """Convert settings to what TOML can represent: None is omitted, tuples become lists, paths become strings."""
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
-            found[field.name] = to_dict(value)
+            values[field.name] = to_dict(value)
         elif value is not None and value is not tyro.MISSING:
-            found[field.name] = _plain(value)
-    return found
+            values[field.name] = _to_plain(value)
+    return values
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_to_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def from_dict(kind: type[T], values: dict[str, Any], where: str, missing: bool = False) -> T:
-    """The dataclass that a TOML table spells. Unknown names and wrong types are errors that name them.
+    """Build a dataclass from a TOML table; unknown names and wrong types raise an InputError.
 
-    With `missing`, what a recipe need not say (the output directory) is left to the flags.
+    With `missing`, required settings that the table lacks, such as the output directory, are left to the flags.
     """
     hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:
-            raise InputError(f"{where}: no setting {name!r}{did_you_mean(name, fields)}; there are {', '.join(fields)}")
-    found: dict[str, Any] = {}
+            raise InputError(f"{where}: {unknown('setting', name, fields)}")
+    arguments: dict[str, Any] = {}
     for name, field in fields.items():
         hint = hints[name]
         if name in values and dataclasses.is_dataclass(hint):
             if not isinstance(values[name], dict):
                 raise InputError(f"{where}: {name} must be a table, got {values[name]!r}")
-            found[name] = from_dict(hint, values[name], f"{where}, [{name}]", missing)  # type: ignore[arg-type]
+            arguments[name] = from_dict(hint, values[name], f"{where}, [{name}]", missing)  # type: ignore[arg-type]
         elif name in values:
-            found[name] = _typed(hint, values[name], f"{where}: {name}")
+            arguments[name] = _convert(hint, values[name], f"{where}: {name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             if not missing:
-                raise InputError(f"{where}: the setting {name!r} is missing")
-            found[name] = tyro.MISSING
-    return kind(**found)
+                raise InputError(f"{where}: the setting {name!r} is required")
+            arguments[name] = tyro.MISSING
+    return kind(**arguments)
 
 
-def _typed(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """Convert a TOML value to the type of a field, or raise an InputError."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _typed(next(one for one in options if one is not type(None)), value, where)
+        return _convert(next(option for option in options if option is not type(None)), value, where)
     if origin is tuple:
         if not isinstance(value, list):
             value = [value]
-        return tuple(_typed(options[0], one, where) for one in value)
+        return tuple(_convert(options[0], item, where) for item in value)
     if origin is typing.Literal:
         if value not in options:
             raise InputError(
@@ -73,7 +74,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             )
         return value
     if origin is typing.Annotated:
-        return _typed(options[0], value, where)
+        return _convert(options[0], value, where)
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -84,13 +85,13 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 
 
 def read(kind: type[T], path: Path) -> T:
-    """A recipe file as the defaults of a command."""
+    """Read a recipe file as the defaults of a command's flags."""
     import tomllib
 
     try:
         values = current_settings(tomllib.loads(path.read_text(encoding="utf-8")), str(path), report=True)
         return from_dict(kind, values, str(path), missing=True)
     except FileNotFoundError:
-        raise InputError(f"no recipe {path}; recipes are TOML files, such as those in recipes/") from None
+        raise InputError(f"{path} does not exist; --recipe expects a TOML file, such as those in recipes/") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid TOML: {error}") from None

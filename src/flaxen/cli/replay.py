@@ -1,4 +1,4 @@
-"""flaxen replay RUN --step N"""
+"""flaxen replay RUN --step N: recompute one training step of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +9,21 @@ import tyro
 
 @dataclass(frozen=True)
 class Replay:
-    """Make one step of a run again: its batch, its loss, its gradient, weight by weight. The run is not changed."""
+    """Recompute one training step of a run and show its batch, loss and gradients, without changing the run.
+
+    Example: flaxen replay run --step 400
+    """
 
     out: tyro.conf.Positional[Path]
     """Directory of the run."""
     step: int
-    """The update, counted from 1 as in metrics.jsonl."""
+    """Training step to recompute, counted from 1 as in metrics.jsonl."""
     examples: int = 2
-    """Examples of the batch to show."""
+    """Number of examples of the batch to show."""
     weights: int = 12
-    """Weights to list, those with the largest gradient first."""
+    """Number of weights to list, largest gradient first; non-finite gradients come before all others."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         import jax
         import numpy as np
         from rich.console import Console
@@ -37,25 +40,27 @@ class Replay:
 
         process.quiet_checkpoints()
         settings = of_run(self.out)
-        built = build(settings)
-        check_fingerprint(self.out, built.fingerprint)
-        stepper, size = built.stepper, settings.training.batch_size
+        components = build(settings)
+        check_fingerprint(self.out, components.fingerprint)
+        stepper, size = components.stepper, settings.training.batch_size
         if not 1 <= self.step <= stepper.steps:
-            raise InputError(f"--step must be in 1 … {stepper.steps}, the steps of the run; got {self.step}")
+            raise InputError(f"--step must be between 1 and {stepper.steps}, got {self.step}")
 
         checkpoints = Checkpoints(RunFiles(self.out).checkpoints, read_only=True)
         earlier = [step for step in checkpoints.steps if step < self.step]
         if earlier:
-            state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.start, built.abstract))
+            state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.start, components.abstract))
         else:
-            state = stepper.start(built.initial())
+            state = stepper.start(components.initial())
         first = int(state.step)
         console = Console(soft_wrap=True, highlight=False, emoji=False)
-        console.print(f"from {f'checkpoint {first}' if first else 'the start'}: {self.step - first} to make")
+        console.print(
+            f"starting from {f'checkpoint {first}' if first else 'step 0'}, steps to compute: {self.step - first}"
+        )
         for step in range(first, self.step - 1):
-            state, _ = stepper.update(state, built.task.batch(step, size))
-        batch = built.task.batch(self.step - 1, size)
-        report_skipped(built.task.skipped_examples(batch), set())
+            state, _ = stepper.update(state, components.task.batch(step, size))
+        batch = components.task.batch(self.step - 1, size)
+        report_skipped(components.task.skipped_examples(batch), set())
         before = {path: np.asarray(leaf, np.float64) for path, leaf in leaves(state.model).items()}
         _, gradient = stepper.gradient(state, batch)
         state, report = stepper.update(state, batch)
@@ -64,27 +69,28 @@ class Replay:
         norm, rate = float(report.norm), float(report.rate)
         console.print(f"step {self.step}: loss {loss!r}, gradient norm {norm!r}, learning rate {rate!r}")
         for row in range(min(self.examples, size)):
-            for title, text in built.task.format_example(batch, row).items():
+            for title, text in components.task.format_example(batch, row).items():
                 console.print(f"[bold]{title:>7}[/bold]  ", end="")
                 console.print(text.replace("\n", "⏎ "), markup=False)
         rows = []
         for path, leaf in leaves(gradient).items():
             change = np.asarray(leaves(state.model)[path], np.float64) - before[path]
-            wrong = int(np.size(leaf) - np.isfinite(np.asarray(leaf)).sum())
-            rows.append((path, _norm(before[path]), _norm(leaf), _norm(change), wrong))
+            non_finite = int(np.size(leaf) - np.isfinite(np.asarray(leaf)).sum())
+            rows.append((path, _norm(before[path]), _norm(leaf), _norm(change), non_finite))
         rows.sort(key=lambda row: (-row[4], -np.nan_to_num(row[2], nan=np.inf)))
-        table = Table("weight", "norm", "gradient", "update", "not finite")
-        for path, weight, slope, moved, wrong in rows[: self.weights]:
-            table.add_row(path, f"{weight:.4g}", f"{slope:.4g}", f"{moved:.4g}", str(wrong or ""))
+        table = Table("weight", "norm", "gradient", "update", "non-finite")
+        for path, weight_norm, gradient_norm, update_norm, non_finite in rows[: self.weights]:
+            table.add_row(
+                path, f"{weight_norm:.4g}", f"{gradient_norm:.4g}", f"{update_norm:.4g}", str(non_finite or "")
+            )
         console.print(table)
         bad = sum(row[4] > 0 for row in rows)
-        verdict = (
-            f"{bad} of {len(rows)} gradients have entries that are not finite" if bad else "all gradients are finite"
-        )
+        verdict = f"{bad} of {len(rows)} gradients have non-finite entries" if bad else "all gradients are finite"
         console.print(verdict)
 
 
 def _norm(a: Any) -> float:
+    """Euclidean norm, in float64."""
     import numpy as np
 
     return float(np.sqrt(np.square(np.asarray(a, np.float64)).sum()))

@@ -1,4 +1,4 @@
-"""Pictures out of a model of pixels: each as .png, and a grid of them."""
+"""Sample images from a Transformer-VQ trained on pixels and write them as .png files, with a grid of them all."""
 
 import io
 import math
@@ -17,45 +17,50 @@ OPTIONS = ("do_sample", "seed", "temperature", "top_k", "top_p", "min_p", "nucle
 
 
 def draw(pretrained: Pretrained, n: int, directory: Path, batch_size: int, options: dict[str, Any]) -> np.ndarray:
-    """Samples, of shape [n, height, width, channels]. No special id can be drawn, so every picture is whole."""
+    """Sample n images and write them to a directory. Returns uint8 [n, height, width, channels].
+
+    Special ids are excluded from sampling, so that every image is complete.
+    """
     shape = getattr(pretrained.config, "image", ())
     if not shape:
-        raise InputError("this model writes no pictures; train one with `flaxen train language --data.kind pixels`")
-    strange = [name for name in options if name not in OPTIONS]
-    if strange or not options.get("do_sample", True):
-        what = f"--{strange[0].replace('_', '-')}" if strange else "--no-do-sample"
-        raise InputError(f"{what} is not for pictures, which are sampled whole; there are {', '.join(OPTIONS)}")
+        raise InputError(
+            "this model does not generate images; train one with: flaxen train language --data.kind pixels"
+        )
+    unsupported = [name for name in options if name not in OPTIONS]
+    if unsupported or not options.get("do_sample", True):
+        flag = f"--{unsupported[0].replace('_', '-')}" if unsupported else "--no-do-sample"
+        raise InputError(f"{flag} cannot be combined with --sample-images; available: {', '.join(OPTIONS)}")
     size = math.prod(shape)
     special = [[id] for id in range(pretrained.config.vocab_size) if not FIRST <= id < FIRST + 256]
-    asked = {"do_sample": True, "top_k": 0, "max_new_tokens": size, **options}
-    asked |= {"bad_words_ids": special, "eos_token_id": ()}
-    with atomic_directory(directory, "grid.png") as fresh:  # what is in the way is refused now, not at the end
-        print(f"{n} pictures of {size:,} numbers each", file=sys.stderr)
-        found = pretrained.generate([[pretrained.config.start_id]] * n, batch_size=batch_size, **asked)
-        drawn = np.array([one.tokens for one in found], np.int64).reshape(n, *shape) - FIRST
-        pictures = drawn.astype(np.uint8)
-        for i, picture in enumerate(pictures):
-            (fresh / f"{i:04d}.png").write_bytes(png(picture))
-        (fresh / "grid.png").write_bytes(png(grid(pictures)))
-    print(f"pictures and grid.png in {directory}", file=sys.stderr)
-    return pictures
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": size, **options}
+    arguments |= {"bad_words_ids": special, "eos_token_id": ()}
+    with atomic_directory(directory, "grid.png") as fresh:  # fails now, not after sampling, if the directory is in use
+        print(f"sampling {n} images of {size:,} values each", file=sys.stderr)
+        outputs = pretrained.generate([[pretrained.config.start_id]] * n, batch_size=batch_size, **arguments)
+        drawn = np.array([output.tokens for output in outputs], np.int64).reshape(n, *shape) - FIRST
+        images = drawn.astype(np.uint8)
+        for i, image in enumerate(images):
+            (fresh / f"{i:04d}.png").write_bytes(png(image))
+        (fresh / "grid.png").write_bytes(png(grid(images)))
+    print(f"wrote {n} images and grid.png to {directory}", file=sys.stderr)
+    return images
 
 
-def grid(pictures: np.ndarray) -> np.ndarray:
-    """All pictures in one, in rows, with a line between them."""
-    n, height, width, channels = pictures.shape
+def grid(images: np.ndarray) -> np.ndarray:
+    """Tile images [n, height, width, channels] into one, separated by white lines."""
+    n, height, width, channels = images.shape
     across = math.ceil(math.sqrt(n))
     down = math.ceil(n / across)
     sheet = np.full((down * (height + 1) + 1, across * (width + 1) + 1, channels), 255, np.uint8)
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(images):
         top, left = 1 + i // across * (height + 1), 1 + i % across * (width + 1)
-        sheet[top : top + height, left : left + width] = picture
+        sheet[top : top + height, left : left + width] = image
     return sheet
 
 
-def png(picture: np.ndarray) -> bytes:
+def png(image: np.ndarray) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(file, "PNG")
+    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, "PNG")
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Where a model starts from, and all settings of a run."""
+"""Settings of training and evaluation, as dataclasses whose fields are flags and TOML keys."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,47 +24,50 @@ from flaxen.train.settings import LoRA, Optimizer, Schedule, Tracking, Training
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model: a checkpoint, or a preset or config.json with random weights."""
+    """Model to train: a checkpoint, or a preset or config.json with random weights."""
 
     init: str | None = None
-    """Checkpoint directory or hub id to start from."""
+    """Checkpoint directory or hub id to start from. Default: random weights."""
     preset: str | None = None
-    """Start from random weights: t5-small, t5-v1_1-base, mt5-small, byt5-small, vq-mini, … (`flaxen info PRESET`); for
-    a captioner, two of them: vit-mini+gpt2-mini."""
+    """Configuration of a model with random weights: t5-small, t5-v1_1-base, byt5-small, vq-mini, …; for a captioner
+    two of them, as in vit-mini+gpt2-mini. `flaxen info PRESET` shows its sizes. Default: none."""
     config: Path | None = None
-    """Start from random weights: a config.json of Hugging Face."""
+    """Hugging Face config.json of a model with random weights. Default: none."""
     fields: tuple[str, ...] = ()
-    """Changes to the preset's configuration, as name=value: d_model=256 n_layers=4 attention=full."""
+    """Changes to the model's configuration, as name=value: d_model=256 n_layers=4 attention=full."""
     tokenizer: str | None = None
-    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's; `bytes` for ByT5 and VQ presets."""
+    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's, or `bytes` for ByT5 and VQ presets."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """Of the products. Weights, optimizer state, norms, softmax and loss stay in float32."""
+    """dtype of matrix products. Weights, optimizer state, norms, softmax and loss are always float32."""
     dropout: float | None = None
-    """Default: the checkpoint's or the preset's (T5's have 0.1; T5 1.1, mT5 and ByT5 were pre-trained with 0)."""
+    """Dropout rate, from 0 to below 1; T5 1.1, mT5 and ByT5 were pre-trained with 0. Default: the rate in the
+    configuration (T5: 0.1)."""
     image_size: int | None = None
-    """Of the pictures that a captioner sees, if not the checkpoint's: its positions are interpolated."""
+    """Height and width of the images a captioner reads, in pixels; position embeddings are interpolated to it.
+    Default: the model's image size."""
     remat: bool = False
-    """Keep only the layers' inputs for the backward pass: less memory, a fifth more time."""
+    """Rematerialise: store only the inputs of layers and recompute the rest in the backward pass. Saves memory,
+    costs about a fifth more time."""
 
     def __post_init__(self) -> None:
-        if sum(one is not None for one in (self.init, self.preset, self.config)) != 1:
+        if sum(start is not None for start in (self.init, self.preset, self.config)) != 1:
             raise InputError(
-                "name one start of the model: model.init, model.preset or model.config "
-                "(to leave out what a recipe names: --model.preset None)"
+                "exactly one of model.init, model.preset and model.config is required "
+                "(to unset one that a recipe sets: --model.preset None)"
             )
         if self.image_size is not None and self.image_size < 1:
-            raise InputError(f"model.image_size must be positive, got {self.image_size}")
+            raise InputError(f"model.image_size must be at least 1, got {self.image_size}")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise InputError(f"model.dropout must be at least 0 and below 1, got {self.dropout}")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What runs of all tasks depend on."""
+    """Settings that training has for every task."""
 
     model: ModelSettings
     out: Path
-    """Directory of the run. The same command goes on where it stopped, however it stopped."""
+    """Directory of the run. If training is interrupted, rerun the command to resume."""
     task: tyro.conf.Suppress[str] = ""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
@@ -75,7 +78,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class DenoiseSettings(Settings):
-    """Everything that a denoising run depends on."""
+    """Settings of `flaxen train denoise`."""
 
     task: tyro.conf.Suppress[Literal["denoise"]] = "denoise"
     data: Corpus = field(default_factory=Corpus)
@@ -84,7 +87,7 @@ class DenoiseSettings(Settings):
 
 @dataclass(frozen=True)
 class Seq2SeqSettings(Settings):
-    """Everything that a run on pairs of texts depends on."""
+    """Settings of `flaxen train seq2seq`."""
 
     task: tyro.conf.Suppress[Literal["seq2seq"]] = "seq2seq"
     data: Pairs = field(default_factory=Pairs)
@@ -97,7 +100,7 @@ FINE_TUNING: Any = field(default_factory=lambda: Optimizer(name="adamw", learnin
 
 @dataclass(frozen=True)
 class CaptionSettings(Settings):
-    """Everything that a run on pictures and captions depends on."""
+    """Settings of `flaxen train caption`."""
 
     optimizer: Optimizer = FINE_TUNING
     task: tyro.conf.Suppress[Literal["caption"]] = "caption"
@@ -111,7 +114,7 @@ PRE_TRAINING: Any = field(default_factory=lambda: Optimizer(name="adamw"))
 
 @dataclass(frozen=True)
 class LanguageSettings(Settings):
-    """Everything that a run of a language model depends on."""
+    """Settings of `flaxen train language`."""
 
     optimizer: Optimizer = PRE_TRAINING
     task: tyro.conf.Suppress[Literal["language"]] = "language"
@@ -121,75 +124,87 @@ class LanguageSettings(Settings):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What every evaluation is asked for."""
+    """Settings that evaluation has for every task."""
 
     batch_size: int = 16
-    """Examples computed together; it changes no result."""
+    """Number of examples per batch; the metrics do not depend on it."""
     examples: int | None = None
-    """Evaluate on the first so many examples. Default: all."""
+    """Evaluate on this many examples, from the start of the data. Default: all."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise InputError(f"--batch-size must be positive, got {self.batch_size}")
+            raise InputError(f"--batch-size must be at least 1, got {self.batch_size}")
         if self.examples is not None and self.examples < 1:
-            raise InputError(f"--examples must be positive, got {self.examples}; leave it out for all")
+            raise InputError(f"--examples must be at least 1, got {self.examples}; remove it to evaluate on all")
 
 
 @dataclass(frozen=True)
 class DenoiseEvaluation(Evaluation):
-    """Loss, perplexity and accuracy of a checkpoint on held-out text, exact whatever the batch size."""
+    """Compute loss, perplexity and accuracy of a T5 on held-out text with masked spans.
+
+    Example: flaxen eval denoise run/model --data.validation held-out.txt --objective.input-length 512
+    """
 
     data: Corpus = field(default_factory=Corpus)
     objective: DenoiseObjective = field(default_factory=DenoiseObjective)
     batch_size: int = 32
-    """Examples computed together; it changes no result."""
+    """Number of examples per batch; the metrics do not depend on it."""
     seed: int = 0
-    """Seed of the masked spans; the seed of a training run gives that run's."""
+    """Random seed of the masked spans; the seed of a training run reproduces that run's evaluation."""
 
 
 @dataclass(frozen=True)
 class Seq2SeqEvaluation(Evaluation):
-    """Loss of a checkpoint on pairs of texts, and ROUGE, BLEU, chrF and exact match of what it generates."""
+    """Compute the loss of a T5 on pairs of texts, and ROUGE, BLEU, chrF and exact match of its generated text.
+
+    Example: flaxen eval seq2seq run/model --data.validation val.jsonl --data.source article --data.target summary
+    """
 
     data: Pairs = field(default_factory=Pairs)
     objective: Seq2SeqObjective = field(default_factory=Seq2SeqObjective)
     out: Path | None = None
-    """Write id, prediction and reference of every pair to this .jsonl file."""
+    """Write id, prediction and reference of every pair to this .jsonl file. Default: off."""
     loss_only: bool = False
-    """Generate nothing."""
+    """Compute the loss only, and generate nothing."""
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     @property
     def generation(self) -> EvalGeneration:
-        """How training would generate: not asked for here."""
+        """Generation settings of training, which evaluation replaces by `options`."""
         return EvalGeneration()
 
 
 @dataclass(frozen=True)
 class CaptionEvaluation(Evaluation):
-    """Loss of a captioner on images, and CIDEr, BLEU, ROUGE and exact match of the captions it generates."""
+    """Compute the loss of a captioner, and CIDEr, BLEU, ROUGE and exact match of the captions it generates.
+
+    Example: flaxen eval caption run/model --data.validation captions.jsonl --num-beams 4 --sheet captions.html
+    """
 
     data: Captions = field(default_factory=Captions)
     objective: CaptionObjective = field(default_factory=CaptionObjective)
     out: Path | None = None
-    """Write image, prediction and references of every image to this .jsonl file."""
+    """Write path, prediction and references of every image to this .jsonl file. Default: off."""
     sheet: Path | None = None
-    """Write a page with the images and their captions to this .html file."""
+    """Write a page that shows the images with their captions to this .html file. Default: off."""
     loss_only: bool = False
-    """Generate nothing."""
+    """Compute the loss only, and generate nothing."""
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     @property
     def generation(self) -> EvalGeneration:
-        """How training would generate: not asked for here."""
+        """Generation settings of training, which evaluation replaces by `options`."""
         return EvalGeneration()
 
 
 @dataclass(frozen=True)
 class LanguageEvaluation(Evaluation):
-    """Loss of a language model in nats, bits per byte or per dimension, and word perplexity."""
+    """Compute the loss of a language model in nats, as bits per byte or per dimension, and as word perplexity.
+
+    Example: flaxen eval language run/model --data.train enwik8 --data.kind bytes --split test
+    """
 
     data: LanguageData = field(default_factory=LanguageData)
     objective: LanguageObjective = field(default_factory=LanguageObjective)
     split: Literal["validation", "test"] = "validation"
-    """Which part of the data to evaluate on."""
+    """Part of the data to evaluate on."""

@@ -1,4 +1,4 @@
-"""flaxen train TASK --out RUN --model.preset … --data.train …"""
+"""flaxen train TASK --out RUN --model.preset … --data.train …: train a model, or resume a run."""
 
 import dataclasses
 import sys
@@ -19,17 +19,20 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True)
 class Train(Generic[S]):
-    """Train, or resume a run that was stopped."""
+    """Train a model, or resume a run that was interrupted.
+
+    Example: flaxen train denoise --out run --model.preset byt5-small --data.train 'texts/*.txt'
+    """
 
     settings: Annotated[S, tyro.conf.arg(name="")]
     recipe: Path | None = None
-    """TOML file with settings; flags override it. See recipes/."""
+    """TOML file with settings; flags override it. The directory recipes/ has examples. Default: none."""
     print_config: bool = False
-    """Print the resolved settings as TOML, which is a recipe, and stop."""
+    """Print all settings as a TOML recipe and exit."""
     quiet: bool = False
-    """No progress on standard error."""
+    """Print no progress on standard error."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         settings = self.settings
         if CODEBOOKS[0] in TASKS[settings.task].not_in_training:
             check_unused(settings, CODEBOOKS, f"in the task {settings.task}")
@@ -46,29 +49,32 @@ class Train(Generic[S]):
         from flaxen.train.run import Run, RunFiles, check
 
         process.quiet_checkpoints()
-        check(settings.out, recorded, completed)  # before the work of reading the data
+        check(settings.out, recorded, completed)  # before spending time on the data
         tracking.check(settings.tracking)
-        built = build(settings)
-        # Weights that cannot be read must not leave a new directory behind; a run that is resumed may not need them.
-        model = None if RunFiles(settings.out).config.exists() else built.initial()
+        components = build(settings)
+        # Load the weights of a new run before creating its directory, so that an error leaves nothing behind. A
+        # resumed run restores its own checkpoint instead.
+        model = None if RunFiles(settings.out).config.exists() else components.initial()
         with (
-            closing(Run(settings.out, recorded, built.fingerprint, completed)) as run,
+            closing(Run(settings.out, recorded, components.fingerprint, completed)) as run,
             process.stop_signals() as received,
         ):
-            initial = built.initial if model is None else lambda: model
-            if model is not None and not self.quiet:  # a run that is resumed has said it before
-                print(*built.task.notes(settings.training.batch_size), sep="\n", file=sys.stderr)
+            initial = components.initial if model is None else lambda: model
+            if model is not None and not self.quiet:  # a resumed run has printed them before
+                print(*components.task.notes(settings.training.batch_size), sep="\n", file=sys.stderr)
             tracked = tracking.trackers(settings.tracking, settings.out, recorded)
-            train(run, built.stepper, built.abstract, initial, tracked, built.export, self.quiet, received)
-            built.finish(run)
+            train(
+                run, components.stepper, components.abstract, initial, tracked, components.export, self.quiet, received
+            )
+            components.finish(run)
 
 
 def record(settings: Settings) -> dict[str, Any]:
-    """The settings as a run directory records them."""
+    """Convert settings to the form that config.toml of a run directory stores."""
     return to_dict(dataclasses.replace(settings, optimizer=settings.optimizer.resolved()))
 
 
 def completed(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Recorded settings with the defaults of those that there were not yet."""
+    """Add defaults to recorded settings for those that did not exist when the run was started."""
     row, where = TASKS.get(recorded.get("task", "denoise")), "config.toml of the run"
     return record(from_dict(row.settings, current_settings(recorded, where), where)) if row else recorded

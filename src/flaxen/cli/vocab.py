@@ -1,4 +1,4 @@
-"""flaxen vocab OUT --data.train …"""
+"""flaxen vocab OUT --data.train …: train a tokenizer."""
 
 import os
 import shlex
@@ -18,64 +18,69 @@ from flaxen.data.tokenizers import Files, Tokenizer, load_tokenizer
 from flaxen.data.vocabulary import ModelType, train_bpe, train_sentencepiece
 from flaxen.errors import InputError
 
-SHOWN = 1_000_000  # characters to measure the vocabulary on
+SHOWN = 1_000_000  # characters of text on which the vocabulary is measured
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """Train a vocabulary: SentencePiece (as T5's) or byte-level BPE."""
+    """Train a tokenizer vocabulary on text: SentencePiece as in T5, or byte-level BPE.
+
+    Example: flaxen vocab vocabulary --data.train 'texts/*.txt' --size 8000
+    """
 
     out: tyro.conf.Positional[Path]
-    """Directory to write; it must not exist, or be empty."""
+    """Directory to write the vocabulary to; it must be empty or not exist."""
     data: Corpus = field(default_factory=Corpus)
     kind: Literal["sentencepiece", "bpe"] = "sentencepiece"
-    """SentencePiece normalizes text and drops line breaks, as T5 does; BPE keeps every byte."""
+    """Type of tokenizer: sentencepiece normalises text and drops line breaks, as in T5; bpe preserves every byte."""
     size: int = 32000
-    """Ids in all: special tokens, pieces and sentinels."""
+    """Total number of ids: special tokens, pieces and sentinels."""
     sentinels: int = 100
-    """Ids that span corruption puts in place of text, at the end of the vocabulary."""
+    """Number of sentinel ids, which replace masked spans, at the end of the vocabulary."""
     coverage: float = 0.9995
-    """SentencePiece: this part of the text's characters are pieces of their own, the rest are unknown."""
+    """SentencePiece: fraction of the text's characters that get their own piece; the rarest become unknown."""
     byte_fallback: bool = False
-    """SentencePiece: spell other characters in bytes. (Unknown to transformers 5, which reads such text as <unk>.)"""
+    """SentencePiece: encode rare characters as bytes instead of <unk>. (transformers 5 ignores this: <unk>.)"""
     sample: int = 1_000_000
-    """SentencePiece: sentences to train on, drawn from all (256 characters at most; up to 6 GB for a million)."""
+    """SentencePiece: number of sentences, of at most 256 characters, sampled for training; a million may take 6 GB."""
     model_type: ModelType = "unigram"
-    """SentencePiece: pieces are the likeliest (unigram, as T5's), or merged pair by pair from characters (bpe, as
-    Transformer-VQ's for PG-19; --kind bpe merges bytes). transformers 5 takes bpe for unigram: other tokens."""
+    """SentencePiece: algorithm, unigram as in T5, or bpe on characters as in the Transformer-VQ paper for PG-19
+    (--kind bpe works on bytes). transformers 5 treats bpe as unigram and tokenizes differently."""
 
-    def run(self, given: set[str]) -> None:
+    def run(self, given_flags: set[str]) -> None:
         from flaxen.hf.files import atomic_directory
 
-        alone = [name for name in ("coverage", "byte_fallback", "sample", "model_type") if name in given]
-        if self.kind == "bpe" and alone:
-            raise InputError(f"--{alone[0].replace('_', '-')} belongs to SentencePiece; leave it out for --kind bpe")
+        sentencepiece_only = [
+            name for name in ("coverage", "byte_fallback", "sample", "model_type") if name in given_flags
+        ]
+        if self.kind == "bpe" and sentencepiece_only:
+            raise InputError(f"--{sentencepiece_only[0].replace('_', '-')} has no effect with --kind bpe; remove it")
         out = self.out.expanduser()
         _check_free(out)
-        files, shown = self._train()
-        _check_free(out)  # training takes a while, and whole_directory would replace a checkpoint
+        files, excerpt = self._train()
+        _check_free(out)  # again: training takes a while, and atomic_directory would replace a checkpoint
         with atomic_directory(out) as directory:
             for name, content in files.items():
                 (directory / name).write_bytes(content)
         tokenizer = load_tokenizer(out)
         assert tokenizer is not None
-        self._report(tokenizer, shown)
+        self._report(tokenizer, excerpt)
 
     def _train(self) -> tuple[Files, list[str]]:
-        """The vocabulary's files, and some of the text."""
+        """Train the vocabulary; return its files and an excerpt of the text."""
         from rich.console import Console
         from rich.progress import Progress
 
-        source, shown = self.data.train_source(), list[str]()
+        source, excerpt = self.data.train_source(), list[str]()
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
             reading = bar.add_task("reading", total=source.size)
 
             def texts() -> Iterator[str]:
-                left = SHOWN
+                remaining = SHOWN
                 for text in source.texts(lambda position: bar.update(reading, completed=position)):
-                    if left:
-                        shown.append(text[:left])
-                        left -= len(shown[-1])
+                    if remaining:
+                        excerpt.append(text[:remaining])
+                        remaining -= len(excerpt[-1])
                     yield text
                 bar.update(reading, total=1, completed=1)
                 bar.add_task("training", total=None)
@@ -85,21 +90,22 @@ class Vocab:
             else:
                 options = (self.coverage, self.byte_fallback, self.sample, self.model_type)
                 files = _interruptible(lambda: train_sentencepiece(texts(), self.size, self.sentinels, *options))
-        return files, shown
+        return files, excerpt
 
-    def _report(self, tokenizer: Tokenizer, shown: list[str]) -> None:
-        rows = tokenizer.encode_batch(shown, eos=False, specials=False)
-        n_characters, n_tokens = sum(map(len, shown)), max(1, sum(map(len, rows)))
+    def _report(self, tokenizer: Tokenizer, excerpt: list[str]) -> None:
+        """Print statistics and examples of the vocabulary, and a command to continue with."""
+        rows = tokenizer.encode_batch(excerpt, eos=False, specials=False)
+        n_characters, n_tokens = sum(map(len, excerpt)), max(1, sum(map(len, rows)))
         unknown = sum(id == tokenizer.unk_id for row in rows for id in row) / n_tokens
         print(f"wrote     {self.out}")
         print(f"ids       {tokenizer.size:,}, {len(tokenizer.sentinels):,} of them sentinels")
         print(f"text      {n_characters / n_tokens:.2f} characters per token, {unknown:.2%} unknown")
-        for text in sorted(shown, key=len, reverse=True)[:3]:
+        for text in sorted(excerpt, key=len, reverse=True)[:3]:
             example = textwrap.shorten(text[:1000], 100, placeholder="") or text[:100]
             ids = tokenizer.encode(example, eos=False, specials=False)
             print(f"example   {' '.join(map(tokenizer.token, ids))}")
         data = ["--data.dataset", self.data.dataset] if self.data.dataset else ["--data.train", *self.data.train]
-        # Span corruption needs sentinels; without them it is a vocabulary of a language model.
+        # Span corruption needs sentinels; a vocabulary without them is for a language model.
         if self.data.unit != "line":
             data += ["--data.unit", self.data.unit]
         task, preset = ("denoise", "t5-v1_1-mini") if self.sentinels else ("language", "vq-tiny")
@@ -108,15 +114,19 @@ class Vocab:
 
 
 def _check_free(out: Path) -> None:
+    """Raise unless `out` can be created, or is an empty directory."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is no empty directory; choose another name, or remove it")
-    above = next(path for path in out.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(f"cannot write {out}: {above} is no directory that you may write to")
+        raise InputError(f"{out} already exists and is not an empty directory; choose another path or delete it")
+    parent = next(path for path in out.absolute().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {out}: {parent} is not a writable directory")
 
 
 def _interruptible(work: Callable[[], Files]) -> Files:
-    """What `work` returns. Ctrl-C ends the wait for it; in this thread it would wait for the trainer, for minutes."""
+    """Run `work` in another thread and return its result.
+
+    The trainers are native code that ignores Ctrl-C for minutes; waiting for a thread can be interrupted at once.
+    """
     result: Future[Files] = Future()
 
     def run() -> None:
