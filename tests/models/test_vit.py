@@ -49,7 +49,7 @@ def test_other_image_sizes_by_interpolation(tmp_path: Path) -> None:
     reference = make_vit(tmp_path)
     model = flaxen.load(tmp_path).model
     bigger = pixels(2, 48)
-    with pytest.raises(ValueError, match="48 × 48 for a ViT of 32 × 32"):
+    with pytest.raises(ValueError, match="expected images of 32 × 32 pixels, got 48 × 48"):
         model(jnp.asarray(bigger))
     config = dataclasses.replace(model.config, interpolate=True)
     wide = jax.tree.unflatten(jax.tree.structure(ViT(config)), jax.tree.leaves(model))
@@ -106,7 +106,7 @@ def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
         ({"rope_theta": 1.0}, "unknown field rope_theta=1.0"),
         ({"is_decoder": True}, "is_decoder=True is not supported"),
         ({"hidden_size": 30}, "multiple of n_heads"),
-        ({"image_size": 4}, "must hold a patch"),
+        ({"image_size": 4}, "must fit at least one patch"),
     ],
 )
 def test_configs_that_we_do_not_compute(change: dict[str, Any], message: str) -> None:

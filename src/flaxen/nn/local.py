@@ -229,7 +229,7 @@ def _attend_band(tensors: tuple[Array, ...], indices: tuple[Array, ...], seed: A
 
 
 def _split(tensors: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Split into arrays that each head of each row has, and biases, broadcast from all rows to each."""
+    """Split into the arrays with a batch axis, and the biases, which rows share, broadcast to every row."""
     q, k, v, band, *side = tensors
     biases = [band, *side[2:]]
     return (q, k, v, *side[:2]), tuple(jnp.broadcast_to(a, (len(q), *a.shape)) for a in biases)
