@@ -25,7 +25,7 @@ def check(config: Config, objective: Any) -> None:
     """Raise ValueError if a model with this configuration cannot be trained with this objective."""
     if config.cross:
         raise ValueError(
-            "this GPT-2 is the decoder of a captioner (it has cross-attention) and cannot be trained as a language model"
+            "this GPT-2 is a captioner's decoder (it has cross-attention) and cannot be trained as a language model"
         )
     if objective.length > config.n_positions:
         raise ValueError(
