@@ -241,9 +241,9 @@ def _forward(tensors: tuple[Array, ...], indices: tuple[Array, ...], seed: Array
     def attend_head(index: Array, own: tuple[Array, ...], biases: tuple[Array, ...], indices: tuple[Array, ...]) -> Any:
         # Without this, the masks of all blocks would be computed first and stored.
         own, biases, indices = compute_together((own, biases, indices))
-        q, k, v, *side = own
+        q, k, v, *side = own  # side: keys and values of the side tokens, if there are any
         head = _Head(index, seed, indices, biases[0], biases[-1], static)
-        vt = materialise(v.T)
+        vt = materialise(v.T)  # values as [H, keys], so that their matmul with the weights runs along rows
         sides = [(side[0], side[1].T)] if side else []
 
         def block(i: Array) -> tuple[Array, Array]:
@@ -305,6 +305,7 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
                 if part == 0:
                     dband = dband + dscores
                 else:
+                    # The transpose of `offsets`: sum over the members of each side token, then over the slices.
                     first, member = head.membership(i)
                     back = jax.linear_transpose(partial(head.side_rows, first), dside_bias[0])
                     dside_bias = [dside_bias[0] + back(dot(member, dscores, (1, 1)))[0]]
