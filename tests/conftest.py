@@ -1,4 +1,4 @@
-"""Small random models of every family, in torch and on disk, for live parity."""
+"""Fixtures: fast compilation, and small random models of every family, in torch and on disk, to compare with."""
 
 import os
 import warnings
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Every worker of pytest-xdist has a cache of compiled programs and a core of its own.
+# Every worker of pytest-xdist has its own cache of compiled programs and its own core.
 os.environ.setdefault("PYTEST_XDIST_WORKER", "alone")
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
@@ -29,18 +29,20 @@ with warnings.catch_warnings():
 torch.set_num_threads(2 if os.environ["PYTEST_XDIST_WORKER"] == "alone" else 1)
 transformers.utils.logging.disable_progress_bar()
 
+# Files that take longest, in the order in which they start.
 LONGEST = (
     "cli/test_language.py", "models/test_longt5.py", "models/test_vq_lm.py", "train/test_resume.py",
     "cli/test_caption.py", "cli/test_seq2seq.py", "cli/test_train.py", "generate/test_search.py",
     "models/test_vq_golden.py", "tasks/test_seq2seq.py", "train/test_vq_training.py", "models/test_t5.py",
 )  # fmt: skip
 _hasty = False
-PROGRAMS = 20_000  # mappings of memory; Linux allows a process 65,530, and every compiled program holds some
+# Memory mappings above which compiled programs are dropped. Linux allows a process 65,530, and every program has some.
+MAX_MAPPINGS = 20_000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: the last one then ends not long after the others. In a file the optimised tests last:
-    whenever the way of compiling changes, all compiled programs are forgotten."""
+    """Run the longest files first, so that all workers finish at about the same time, and in each file the tests marked
+    `optimised` last, because all compiled programs are dropped whenever the compiler options change."""
     files = {name: number for number, name in enumerate(LONGEST)}
     for item in items:
         files.setdefault(name_of(item), len(files))
@@ -56,27 +58,32 @@ def optimised(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def few_programs() -> Iterator[None]:
-    """Forget compiled programs before there are so many that the process dies for want of mappings."""
+def limit_mappings() -> Iterator[None]:
+    """Drop compiled programs before the process runs out of memory mappings and crashes."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > PROGRAMS:
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPPINGS:
         import jax
 
         jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
-def hastily(request: pytest.FixtureRequest, in_haste: Callable[[bool], AbstractContextManager[None]]) -> Iterator[None]:
-    """Compile in a quarter of the time what a test runs but a few times. Tests marked `optimised` compile as users do;
-    so do processes of their own, whose numbers are therefore not those of this one to the last bit, and fixtures of a
-    whole file that do not ask for `in_haste`. FLAXEN_OPTIMISED=1 optimises all."""
+def compile_in_haste(
+    request: pytest.FixtureRequest, in_haste: Callable[[bool], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Compile with few optimisations, in a quarter of the time, because tests run a program only a few times.
+
+    Tests marked `optimised` compile as users do. So do subprocesses, whose results therefore differ from this process's
+    in the last bits, and fixtures with module scope unless they use `in_haste`. FLAXEN_OPTIMISED=1 optimises all tests.
+    """
     with in_haste(not optimised(request.node)):
         yield
 
 
 @pytest.fixture(scope="session")
 def in_haste() -> Callable[[bool], AbstractContextManager[None]]:
+    """A context manager `in_haste(True)` that compiles with few optimisations; with False, as users do."""
     import jax
     from jax._src import compiler
 
@@ -85,11 +92,12 @@ def in_haste() -> Callable[[bool], AbstractContextManager[None]]:
         global _hasty
         hasty = hasty and not os.environ.get("FLAXEN_OPTIMISED")
         if hasty != _hasty:
-            jax.clear_caches()  # of what the tests before compiled in the other way
+            jax.clear_caches()  # programs that earlier tests compiled with the other options
         _hasty = hasty
         with pytest.MonkeyPatch.context() as patch:
             if hasty:
-                # Options belong to one jit, or to the process and so to its optimised tests too: there is no setting.
+                # JAX has no setting for this: compiler options apply to one jit, or to the whole process and so to
+                # the tests marked `optimised` too.
                 patch.setattr(compiler, "get_compile_options", hasty_options(compiler.get_compile_options))
             jax.config.update("jax_disable_most_optimizations", hasty)
             try:
@@ -101,7 +109,7 @@ def in_haste() -> Callable[[bool], AbstractContextManager[None]]:
 
 
 def hasty_options(options: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiler options without XLA's emitters of fused operations, which take two thirds of the time to compile."""
+    """Wrap JAX's function for compiler options to switch off XLA's fusion emitters, two thirds of the compile time."""
 
     def without_emitters(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **named: Any) -> Any:
         overrides = {**(env_options_overrides or {}), "xla_cpu_use_fusion_emitters": False}
@@ -138,21 +146,21 @@ class Reference:
 
 
 def make_reference(family: str, directory: Path, seed: int = 0) -> Reference:
-    """A random model whose outputs vary: its weights are larger, and its head is untied where the family's is."""
+    """Save a random torch model with larger weights, so that outputs vary, and an untied head if the family has one."""
     config_class, changes = FAMILIES[family]
     config = config_class(**{**SMALL, **changes})
     torch.manual_seed(seed)
     kind = getattr(transformers, config_class.__name__.replace("Config", "ForConditionalGeneration"))
     model = kind(config).eval()
     if family != "t5-1.0":
-        # transformers 5 ties the head of a fresh model; real checkpoints of these families have one of their own.
+        # transformers 5 ties the head of a new model; real checkpoints of these families have an untied head.
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
     shaken(model).save_pretrained(directory)
     return Reference(model, directory)
 
 
 def shaken(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The model with norms that differ and larger weights, so that its outputs vary."""
+    """Randomise the norms of a model and enlarge its other weights, so that its outputs vary."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -167,7 +175,7 @@ def shaken(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 def torch_generate(
     reference: Reference, ids: list[list[int]], **options: object
 ) -> tuple[list[list[int]], list[float]]:
-    """Tokens without start and padding, and sequence scores, of a padded batch."""
+    """Generate with torch from a padded batch: tokens without start and padding, and sequence scores."""
     width = max(map(len, ids))
     batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
@@ -199,7 +207,7 @@ def t5_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="session")
 def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer."""
+    """Directory of a ByT5 checkpoint with a tokenizer."""
     directory = tmp_path_factory.mktemp("byt5")
     make_reference("byt5", directory)
     transformers.ByT5Tokenizer().save_pretrained(directory)
@@ -209,7 +217,7 @@ def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def random_batch(
     vocab: int, seed: int = 0, rows: int = 5, source: int = 23, target: int = 11
 ) -> tuple[np.ndarray, ...]:
-    """input ids, valid with ragged rows, labels with some ignored."""
+    """Random input ids, a `valid` mask with rows of different lengths, and labels of which some are ignored (-100)."""
     draw = np.random.default_rng(seed)
     ids = draw.integers(2, vocab, (rows, source)).astype(np.int32)
     valid = np.arange(source) < draw.integers(1, source + 1, rows)[:, None]

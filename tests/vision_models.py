@@ -1,4 +1,4 @@
-"""Small random ViTs, GPT-2s and pairs of them, in torch and on disk."""
+"""Small random ViTs, GPT-2s and captioners of both, in torch and on disk."""
 
 import copy
 from pathlib import Path
@@ -22,7 +22,7 @@ GPT2 = {
 
 
 def shaken(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The model with weights, biases and norms that differ, so that its outputs vary."""
+    """Randomise biases and norms of a model and enlarge its other weights, so that its outputs vary."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "weight" in name:
@@ -52,7 +52,7 @@ def make_gpt2(directory: Path, seed: int = 0, **changes: Any) -> Reference:
 
 
 def make_pair(directory: Path, seed: int = 0, width: int = 32, **decoder: Any) -> Reference:
-    """A captioner whose encoder is `width` wide."""
+    """Save a random captioner whose encoder has width `width`."""
     torch.manual_seed(seed)
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
         transformers.ViTConfig(**VIT | {"hidden_size": width}), transformers.GPT2Config(**GPT2 | decoder)
@@ -64,11 +64,14 @@ def make_pair(directory: Path, seed: int = 0, width: int = 32, **decoder: Any) -
 
 
 def gradients(model: transformers.PreTrainedModel, directory: Path) -> dict[str, np.ndarray]:
-    """The gradients of a torch model under the names that its file would have, which are not those in memory."""
+    """The gradients of a torch model by their names in its checkpoint, which differ from those in memory.
+
+    They are saved as the parameters of a copy, so that transformers maps the names.
+    """
     copied = copy.deepcopy(model)
     with torch.no_grad():
-        for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
-            mine.copy_(torch.zeros_like(theirs) if theirs.grad is None else theirs.grad)
+        for target, parameter in zip(copied.parameters(), model.parameters(), strict=True):
+            target.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     copied.save_pretrained(directory)
     tensors = Safetensors(directory)
     return {name: np.array(tensors[name]) for name in tensors}
@@ -79,7 +82,7 @@ def pixels(rows: int = 3, size: int = 32, seed: int = 0) -> np.ndarray:
 
 
 def close(ours: Any, theirs: Any, tolerance: float, floor: float = 1e-20) -> None:
-    """Within `tolerance` of the largest value of `theirs`, or of `floor` if that is larger."""
+    """Assert equality within `tolerance` times the largest value of `theirs`, or times `floor` if that is larger."""
     ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
     assert ours.shape == theirs.shape
     scale = max(np.abs(theirs).max(), floor)
@@ -87,7 +90,10 @@ def close(ours: Any, theirs: Any, tolerance: float, floor: float = 1e-20) -> Non
 
 
 def same_gradients(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    """Each within 1e-4 of its largest value. Those of the keys' biases are 0 in theory, and noise here and there."""
+    """Assert that each gradient is equal within 1e-4 of its largest value.
+
+    Gradients of key biases are 0 in theory and rounding noise in practice, so biases have a larger tolerance.
+    """
     assert ours.keys() == theirs.keys()
     floor = 1e-2 * max(np.abs(gradient).max() for gradient in theirs.values())
     for name, gradient in ours.items():

@@ -1,4 +1,4 @@
-"""The pair of ViT and GPT-2 against transformers' VisionEncoderDecoderModel, live."""
+"""The ViT-GPT-2 captioner equals transformers' VisionEncoderDecoderModel."""
 
 from pathlib import Path
 from typing import Any
@@ -24,28 +24,28 @@ CASES: list[dict[str, Any]] = [
 
 
 def labels(rows: int = 3, length: int = 9) -> np.ndarray:
-    """Captions of different lengths; each ends with eos, and nothing is learnt behind it."""
+    """Captions of different lengths; each ends with eos, and labels after it are ignored (-100)."""
     draw = np.random.default_rng(4)
-    found = draw.integers(2, 97, (rows, length)).astype(np.int32)
+    ids = draw.integers(2, 97, (rows, length)).astype(np.int32)
     for row, n in enumerate(draw.integers(2, length, rows)):
-        found[row, n], found[row, n + 1 :] = 1, -100
-    return found
+        ids[row, n], ids[row, n + 1 :] = 1, -100
+    return ids
 
 
 @pytest.mark.optimised
 @pytest.mark.parametrize("changes", CASES)
 def test_logits_loss_and_gradients_equal_torch(changes: dict[str, Any], tmp_path: Path) -> None:
-    """The loss is VisionEncoderDecoderModel's with labels: they are shifted once."""
+    """The loss equals that of VisionEncoderDecoderModel with labels, which shifts them by one."""
     reference = make_pair(tmp_path / "torch", **changes)
-    images, wanted = pixels(), labels()
-    out = reference.model(torch.tensor(images), labels=torch.tensor(wanted).long())
+    images, captions = pixels(), labels()
+    out = reference.model(torch.tensor(images), labels=torch.tensor(captions).long())
     loaded = flaxen.load(reference.directory)
-    filled = np.where(wanted < 0, 1, wanted)
+    filled = np.where(captions < 0, 1, captions)
     shifted = np.concatenate([np.full((3, 1), 1), filled[:, :-1]], axis=1)
     close(loaded.logits(images, shifted), out.logits.detach(), 2e-5)
 
     out.loss.backward()
-    loss = lambda model: model.loss(jnp.asarray(images), jnp.asarray(wanted))[0]  # noqa: E731
+    loss = lambda model: model.loss(jnp.asarray(images), jnp.asarray(captions))[0]  # noqa: E731
     value, grads = jax.jit(jax.value_and_grad(loss))(loaded.model)
     np.testing.assert_allclose(float(value), out.loss.item(), rtol=1e-5)
     expected = gradients(reference.model, tmp_path / "gradients")
@@ -62,40 +62,40 @@ def test_captions_equal_torch(changes: dict[str, Any], options: dict[str, Any], 
     images = pixels(5)
     theirs = reference.model.generate(torch.tensor(images), do_sample=False, max_new_tokens=14, **options)
     ours = flaxen.load(tmp_path).generate(images, batch_size=4, max_new_tokens=14, **options)
-    for one, row in zip(ours, theirs[:, 1:].tolist(), strict=True):
+    for caption, row in zip(ours, theirs[:, 1:].tolist(), strict=True):
         end = next((i + 1 for i, token in enumerate(row) if token == 1), len(row))
-        assert one.tokens == row[:end]
+        assert caption.tokens == row[:end]
 
 
-def test_cached_logprobs_are_those_of_the_full_forward(tmp_path: Path) -> None:
+def test_generated_logprobs_equal_the_full_forward_pass(tmp_path: Path) -> None:
     make_pair(tmp_path, width=24)
     loaded, images = flaxen.load(tmp_path), pixels(3)
-    for one in loaded.generate(images, max_new_tokens=9, num_beams=3):
-        logits = loaded.logits(images[one.index : one.index + 1], [[1, *one.tokens[:-1]]])[0]
-        logprobs = jax.nn.log_softmax(logits)[np.arange(len(one.tokens)), one.tokens]
-        np.testing.assert_allclose(one.logprobs, logprobs, atol=1e-4)
+    for caption in loaded.generate(images, max_new_tokens=9, num_beams=3):
+        logits = loaded.logits(images[caption.index : caption.index + 1], [[1, *caption.tokens[:-1]]])[0]
+        logprobs = jax.nn.log_softmax(logits)[np.arange(len(caption.tokens)), caption.tokens]
+        np.testing.assert_allclose(caption.logprobs, logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", CASES)
-def test_files_go_both_ways(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoint_round_trips_through_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     reference = make_pair(tmp_path / "theirs", **changes)
     flaxen.load(tmp_path / "theirs").save(tmp_path / "ours")
-    again = transformers.VisionEncoderDecoderModel.from_pretrained(tmp_path / "ours").eval()
-    for (name, mine), (_, other) in zip(reference.model.state_dict().items(), again.state_dict().items(), strict=True):
-        assert torch.equal(mine, other), name
+    saved = transformers.VisionEncoderDecoderModel.from_pretrained(tmp_path / "ours").eval()
+    for (name, a), (_, b) in zip(reference.model.state_dict().items(), saved.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
     images = torch.tensor(pixels())
     assert torch.equal(
         reference.model.generate(images, max_new_tokens=8, do_sample=False),
-        again.generate(images, max_new_tokens=8, do_sample=False),
+        saved.generate(images, max_new_tokens=8, do_sample=False),
     )
 
 
-def test_halves_of_another_kind_are_refused() -> None:
+def test_other_encoder_architectures_are_rejected() -> None:
     with pytest.raises(InputError, match="the encoder has model_type 'swin'; supported: 'vit'"):
         hf_captioner.read_config({"encoder": {"model_type": "swin"}, "decoder": {"model_type": "gpt2"}}, None)
 
 
-def test_wrong_shapes_of_pixels_are_refused(tmp_path: Path) -> None:
+def test_pixels_of_a_wrong_shape_are_rejected(tmp_path: Path) -> None:
     make_pair(tmp_path)
     loaded = flaxen.load(tmp_path)
     with pytest.raises(InputError, match=r"expected pixels of shape \(pictures, 3, 32, 32\), got \(2, 3, 16, 16\)"):

@@ -1,4 +1,4 @@
-"""GPT-2 against transformers' torch, live: alone, from a prompt, with cross-attention."""
+"""GPT-2 equals transformers' torch model: logits, gradients, generation, cross-attention."""
 
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ def test_cross_attention_equals_torch(tmp_path: Path) -> None:
 
 
 def torch_continuations(reference: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """What torch adds to each prompt, alone: no padding."""
-    found = []
+    """Torch's continuation of each prompt, generated without padding, one prompt at a time."""
+    continuations = []
     for prompt in prompts:
         out = reference.model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), do_sample=False, **options
@@ -68,8 +68,8 @@ def torch_continuations(reference: Any, prompts: list[list[int]], **options: Any
         new = out[:, len(prompt) :].tolist()
         for row in new:
             end = next((i + 1 for i, token in enumerate(row) if token == 1), len(row))
-            found.append(row[:end])
-    return found
+            continuations.append(row[:end])
+    return continuations
 
 
 @pytest.mark.parametrize(
@@ -83,23 +83,23 @@ def torch_continuations(reference: Any, prompts: list[list[int]], **options: Any
     ],
 )
 def test_continuations_equal_torch(options: dict[str, Any], tmp_path: Path) -> None:
-    """Prompts of many lengths in one batch, padded at the left, give what each gives alone."""
+    """Prompts of different lengths in one left-padded batch are continued as if each were alone."""
     reference = make_gpt2(tmp_path, scale_attn_by_inverse_layer_idx=True)
     prompts = [tokens(1, n, n)[0].tolist() for n in (1, 2, 5, 17, 9)]
     ours = flaxen.load(tmp_path).generate(prompts, max_new_tokens=12, **options)
-    assert [one.tokens for one in ours] == torch_continuations(reference, prompts, max_new_tokens=12, **options)
+    assert [output.tokens for output in ours] == torch_continuations(reference, prompts, max_new_tokens=12, **options)
 
 
-def test_logprobs_of_a_continuation_are_those_of_the_full_forward(tmp_path: Path) -> None:
-    """Cached = full, and by padding at the left = without."""
+def test_generated_logprobs_equal_the_full_forward_pass(tmp_path: Path) -> None:
+    """Cached decoding equals full decoding, and left padding changes nothing."""
     make_gpt2(tmp_path)
     loaded = flaxen.load(tmp_path)
     prompts = [tokens(1, n, n)[0].tolist() for n in (3, 10)]
-    for one in loaded.generate(prompts, max_new_tokens=9, do_sample=True, seed=3):
-        whole = [*prompts[one.index], *one.tokens]
-        logits = loaded.logits([whole])[0]
-        logprobs = jax.nn.log_softmax(logits)[np.arange(len(whole) - 1), whole[1:]]
-        np.testing.assert_allclose(one.logprobs, logprobs[len(prompts[one.index]) - 1 :], atol=1e-4)
+    for generated in loaded.generate(prompts, max_new_tokens=9, do_sample=True, seed=3):
+        ids = [*prompts[generated.index], *generated.tokens]
+        logits = loaded.logits([ids])[0]
+        logprobs = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(generated.logprobs, logprobs[len(prompts[generated.index]) - 1 :], atol=1e-4)
     padded = np.array([[0] * 7 + prompts[0], prompts[1]])
     valid = np.arange(10) >= np.array([[7], [0]])
     close(loaded.logits(padded, valid=valid)[0, 7:], loaded.logits([prompts[0]])[0], 1e-5)
@@ -111,30 +111,30 @@ def test_sampling_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     prompts = [tokens(1, n, n)[0].tolist() for n in (3, 30, 10)]
     together = loaded.generate(prompts, max_new_tokens=8, do_sample=True, num_return_sequences=2, seed=5)
     alone = loaded.generate(prompts, batch_size=1, max_new_tokens=8, do_sample=True, num_return_sequences=2, seed=5)
-    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert [generated.tokens for generated in together] == [generated.tokens for generated in alone]
 
 
-def test_no_prompt_begins_with_the_start_token(tmp_path: Path) -> None:
+def test_empty_prompt_begins_with_the_start_token(tmp_path: Path) -> None:
     make_gpt2(tmp_path)
     loaded = flaxen.load(tmp_path)
     assert loaded.generate([[]], max_new_tokens=4)[0].tokens == loaded.generate([[1]], max_new_tokens=4)[0].tokens
 
 
-def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
+def test_more_tokens_than_positions_are_rejected(tmp_path: Path) -> None:
     make_gpt2(tmp_path)
     loaded = flaxen.load(tmp_path)
     with pytest.raises(InputError, match=r"prompt 1 has 50 tokens and max_new_tokens=20 .* 64 positions"):
         loaded.generate([[2], [3] * 50], max_new_tokens=20)
 
 
-def test_files_go_both_ways_and_without_prefix(tmp_path: Path) -> None:
+def test_checkpoint_round_trips_through_transformers_and_loads_without_prefix(tmp_path: Path) -> None:
     reference = make_gpt2(tmp_path / "theirs")
     loaded = flaxen.load(tmp_path / "theirs")
     loaded.save(tmp_path / "ours")
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
-    for (name, mine), (_, other) in zip(reference.model.state_dict().items(), again.state_dict().items(), strict=True):
-        assert torch.equal(mine, other), name
-    # The hub's gpt2: no prefix, and masks among the tensors.
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
+    for (name, a), (_, b) in zip(reference.model.state_dict().items(), saved.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    # The hub's gpt2 has no prefix in its tensor names, and contains attention masks.
     plain = {
         name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "theirs/model.safetensors").items()
     }
@@ -144,14 +144,14 @@ def test_files_go_both_ways_and_without_prefix(tmp_path: Path) -> None:
         np.testing.assert_array_equal(leaf, leaves(loaded.model)[path])
 
 
-def test_does_not_see_the_future() -> None:
+def test_model_is_causal() -> None:
     config = Config(vocab_size=20, n_positions=8, d_model=8, d_ff=16, n_layers=2, n_heads=2, pad_id=0, start_id=0)
     model = initialise(GPT2(config), 0)
     ids = jnp.arange(6)[None]
-    first = jax.jit(model)(ids)
-    later = jax.jit(model)(ids.at[0, 4].set(9))
-    np.testing.assert_array_equal(first[:, :4], later[:, :4])
-    assert not np.allclose(first[:, 4:], later[:, 4:])
+    hidden = jax.jit(model)(ids)
+    changed = jax.jit(model)(ids.at[0, 4].set(9))
+    np.testing.assert_array_equal(hidden[:, :4], changed[:, :4])
+    assert not np.allclose(hidden[:, 4:], changed[:, 4:])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,6 @@ def test_does_not_see_the_future() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
-def test_configs_that_we_do_not_compute(change: dict[str, Any], message: str) -> None:
+def test_unsupported_config_is_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         hf_gpt2.read_config({"model_type": "gpt2", "n_embd": 32, "n_head": 4, **change}, None)

@@ -1,4 +1,4 @@
-"""LongT5 against transformers' torch, live, over lengths, radii and block sizes; packed rows against separate ones."""
+"""LongT5 equals transformers' torch model over lengths, radii and block sizes; packed rows equal separate ones."""
 
 import dataclasses
 from pathlib import Path
@@ -44,8 +44,8 @@ def close(ours: object, theirs: object, tolerance: float) -> None:
 
 
 def exact_block_ids(mask: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers' function is meant to give: it adds up 1 / size in f32, and for sizes such as 3 floor() of
-    that is one too low at some block borders. Rows are padded at their end here, as everywhere in these tests."""
+    """The block ids that transformers' function should return. It sums 1 / size in f32, and for sizes such as 3 the
+    floor() of the sum is one too low at some block boundaries. Assumes rows padded at the end, as in all tests here."""
     length = mask.shape[1]
     real = mask.sum(dim=1, keepdim=True)
     ids = torch.minimum(torch.arange(length) // size, real // size - 1)
@@ -97,7 +97,7 @@ def test_logits_loss_gradients_and_tokens_equal_torch(longt5: tuple[Reference, i
     expected = {name: p.grad for name, p in reference.model.named_parameters()}
     assert named.keys() == expected.keys()
     for name, gradient in named.items():
-        if expected[name] is None or not expected[name].any():  # one key, or side tokens that no row has
+        if expected[name] is None or not expected[name].any():  # there is only one key, or no row has side tokens
             np.testing.assert_allclose(gradient, 0.0, atol=1e-7)
         else:
             close(gradient, expected[name], 1e-4)
@@ -106,19 +106,19 @@ def test_logits_loss_gradients_and_tokens_equal_torch(longt5: tuple[Reference, i
     for beams in (1, 4):
         tokens, _ = torch_generate(reference, prompts, max_new_tokens=8, num_beams=beams)
         ours = pretrained.generate(prompts, batch_size=3, max_new_tokens=8, num_beams=beams)
-        assert [one.tokens for one in ours] == tokens
+        assert [generated.tokens for generated in ours] == tokens
 
 
-def test_files_load_both_ways(longt5: tuple[Reference, int], tmp_path: Path) -> None:
+def test_checkpoint_round_trips_through_transformers(longt5: tuple[Reference, int], tmp_path: Path) -> None:
     reference, _ = longt5
     pretrained = flaxen.load(reference.directory)
     pretrained.save(tmp_path / "ours")
-    back = transformers.LongT5ForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    torch_model = transformers.LongT5ForConditionalGeneration.from_pretrained(tmp_path / "ours")
     for name, tensor in reference.model.state_dict().items():
-        assert torch.equal(back.state_dict()[name], tensor), name
-    again = flaxen.load(tmp_path / "ours")
-    assert again.config == pretrained.config
-    for name, leaf in leaves(again.model).items():
+        assert torch.equal(torch_model.state_dict()[name], tensor), name
+    reloaded = flaxen.load(tmp_path / "ours")
+    assert reloaded.config == pretrained.config
+    for name, leaf in leaves(reloaded.model).items():
         np.testing.assert_array_equal(leaf, leaves(pretrained.model)[name])
 
 
@@ -130,7 +130,7 @@ LONG = Config(
 
 @pytest.mark.parametrize("attention", ["full", "local", "transient-global"])
 def test_packed_rows_equal_separate_rows(attention: str) -> None:
-    """Loss and every gradient of five pairs: alone in rows of their own, and two or three to a row."""
+    """Loss and all gradients of five pairs: one pair per row, and two or three per row."""
     model = initialise(T5(dataclasses.replace(LONG, attention=attention)), 0)
     draw = np.random.default_rng(0)
     pairs = [
@@ -144,9 +144,9 @@ def test_packed_rows_equal_separate_rows(attention: str) -> None:
             width = max(sum(len(pairs[i][side]) for i in row) for row in rows) + 3
             ids, numbers = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.int32)
             for r, row in enumerate(rows):
-                joined = np.concatenate([pairs[i][side] for i in row])
-                ids[r, : len(joined)] = joined
-                numbers[r, : len(joined)] = np.repeat(np.arange(1, len(row) + 1), [len(pairs[i][side]) for i in row])
+                tokens = np.concatenate([pairs[i][side] for i in row])
+                ids[r, : len(tokens)] = tokens
+                numbers[r, : len(tokens)] = np.repeat(np.arange(1, len(row) + 1), [len(pairs[i][side]) for i in row])
             sides.append((jnp.asarray(ids), jnp.asarray(numbers)))
         (ids, segments), (labels, target_segments) = sides
         return ids, jnp.where(target_segments > 0, labels, -1), segments, target_segments
@@ -164,19 +164,19 @@ def test_packed_rows_equal_separate_rows(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["local", "transient-global"])
-def test_padding_changes_nothing(attention: str) -> None:
-    """On either side. (In transformers, padding in front moves the blocks of side tokens.)"""
+def test_padding_does_not_change_logits(attention: str) -> None:
+    """Padding on either side. (In transformers, padding in front moves the blocks of side tokens.)"""
     pretrained = flaxen.create(dataclasses.replace(LONG, attention=attention), 1)
     ids, _, labels = random_batch(50, 3, rows=1, source=37)
     decoder = np.maximum(labels, 0)
     alone = pretrained.logits(ids, decoder)
-    for front, behind in ((0, 5), (6, 0), (9, 100)):
-        padded = np.pad(ids, ((0, 0), (front, behind)))
-        valid = np.pad(np.ones_like(ids, bool), ((0, 0), (front, behind)))
+    for before, after in ((0, 5), (6, 0), (9, 100)):
+        padded = np.pad(ids, ((0, 0), (before, after)))
+        valid = np.pad(np.ones_like(ids, bool), ((0, 0), (before, after)))
         close(pretrained.logits(padded, decoder, valid), alone, 1e-5)
 
 
-def test_presets_are_the_hub_s_sizes() -> None:
+def test_presets_have_the_published_sizes() -> None:
     base = PRESETS["long-t5-tglobal-base"]
     assert (base.d_model, base.d_ff, base.n_layers, base.n_heads, base.attention) == (
         768,
@@ -190,37 +190,37 @@ def test_presets_are_the_hub_s_sizes() -> None:
 
 
 @pytest.mark.parametrize("attention", ["local", "transient-global"])
-def test_bfloat16_follows_float32(attention: str) -> None:
-    """Compiled: products of bf16 that the compiler accepts may still have no kernel."""
+def test_bfloat16_is_close_to_float32(attention: str) -> None:
+    """Runs the compiled program: XLA may compile a bf16 matmul and then have no kernel for it at run time."""
     ids, valid, labels = (jnp.asarray(a) for a in random_batch(50, 2, rows=2, source=100))
-    ends = []
+    results = []
     for compute in ("float32", "bfloat16"):
         model = initialise(T5(dataclasses.replace(LONG, attention=attention, compute=compute)), 0)
-        ends.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
-    (value, grads), (low, low_grads) = ends
+        results.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
+    (value, grads), (low, low_grads) = results
     np.testing.assert_allclose(low, value, rtol=1e-2)
     for name, gradient in leaves(grads).items():
-        other = leaves(low_grads)[name]
-        assert jnp.vdot(gradient, other) > 0.98 * jnp.linalg.norm(gradient) * jnp.linalg.norm(other), name
+        rounded = leaves(low_grads)[name]
+        assert jnp.vdot(gradient, rounded) > 0.98 * jnp.linalg.norm(gradient) * jnp.linalg.norm(rounded), name
 
 
-def test_long_rows_keep_less_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_less_for_long_rows_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model = initialise(T5(dataclasses.replace(LONG, attention="transient-global")), 0)
     ids, valid, labels = (jnp.asarray(a) for a in random_batch(50, 2, rows=1, source=90))
-    ends = []
+    results = []
     for long, cached in ((2**22, 2**18), (16, 200)):
         monkeypatch.setattr(t5, "LONG", long)
         with hardware.compile_for(dataclasses.replace(hardware.CPU, activations=cached)):
-            ends.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
-    (value, grads), (other, other_grads) = ends
-    np.testing.assert_allclose(value, other, rtol=1e-6)
+            results.append(jax.jit(jax.value_and_grad(lambda model: model.loss(ids, labels, valid)[0]))(model))
+    (value, grads), (long_value, long_grads) = results
+    np.testing.assert_allclose(value, long_value, rtol=1e-6)
     for name, gradient in leaves(grads).items():
-        close(gradient, leaves(other_grads)[name], 1e-5)
+        close(gradient, leaves(long_grads)[name], 1e-5)
 
 
 @pytest.mark.parametrize("attention", ["full", "local", "transient-global"])
 def test_memory_is_linear_in_length(attention: str) -> None:
-    """Of the compiled gradient: nothing of [T, S] is kept, no mask either, whatever the kind of attention."""
+    """Temporary memory of the compiled gradient: no array of size [T, S] is stored, not even a mask."""
     model = T5(dataclasses.replace(LONG, attention=attention))
 
     def temporaries(length: int) -> int:

@@ -1,4 +1,4 @@
-"""T5 against transformers' torch, live; and two ways of computing one thing."""
+"""T5 equals transformers' torch model; and equivalent ways of computing it agree."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def random_batch(*arguments: int, **sizes: int) -> tuple[jax.Array, ...]:
 
 
 def close(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> None:
-    """Within `tolerance` of the largest value of `theirs`."""
+    """Assert equality within `tolerance` times the largest value of `theirs`."""
     ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
     assert ours.shape == theirs.shape
     scale = np.abs(theirs).max()
@@ -50,7 +50,7 @@ def close(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> None:
 
 
 def change(model: T5, **fields: object) -> T5:
-    """The same weights under another config."""
+    """Rebuild the model with the same weights and another configuration."""
     config = dataclasses.replace(model.config, **fields)
     return jax.tree.unflatten(jax.tree.structure(T5(config)), jax.tree.leaves(model))
 
@@ -88,8 +88,8 @@ def test_loss_and_every_gradient_equal_torch(reference: Reference) -> None:
         close(gradient, expected[name], 1e-4)
 
 
-def test_longer_than_one_block(t5_reference: Reference) -> None:
-    """700 tokens in, 200 out: several blocks of queries and keys, distances past the last bucket."""
+def test_logits_equal_torch_over_several_blocks(t5_reference: Reference) -> None:
+    """700 input and 200 output tokens: several blocks of queries and keys, distances beyond max_distance."""
     ids, valid, labels = random_batch(t5_reference.vocab, 4, rows=2, source=700, target=200)
     decoder = np.maximum(labels, 0)
     theirs = t5_reference.model(
@@ -102,7 +102,7 @@ def test_longer_than_one_block(t5_reference: Reference) -> None:
 
 @functools.cache
 def scanned(config: Config) -> tuple[Callable[[T5], tuple[jax.Array, T5]], T5, jax.Array, T5]:
-    """Loss and gradient with dropout, a model, and what they are of it."""
+    """A function for loss and gradient with dropout, a scanned model, and the function's values for it."""
     model = initialise(T5(dataclasses.replace(config, dropout=0.2)), 0)
     ids, valid, labels = random_batch(50)
     loss = lambda model: model.loss(ids, labels, valid, key=jax.random.key(1))[0]  # noqa: E731
@@ -113,7 +113,7 @@ def scanned(config: Config) -> tuple[Callable[[T5], tuple[jax.Array, T5]], T5, j
 @pytest.mark.parametrize("config", [TINY, TINY_UMT5], ids=["t5", "umt5"])
 @pytest.mark.parametrize("form", [{"scan": False}, {"scan": False, "remat": True}])
 def test_scan_unroll_and_remat_agree(config: Config, form: dict[str, bool]) -> None:
-    """Also with dropout: a layer's key does not depend on how the stack is run."""
+    """With dropout too: a layer's key does not depend on how the stack is run."""
     value_and_grad, model, value, grads = scanned(config)
     other_value, other_grads = value_and_grad(change(model, **form))
     np.testing.assert_allclose(value, other_value, rtol=1e-6)
@@ -121,8 +121,8 @@ def test_scan_unroll_and_remat_agree(config: Config, form: dict[str, bool]) -> N
         close(leaves(other_grads)[name], gradient, 1e-5)
 
 
-def test_padding_changes_nothing(t5_reference: Reference) -> None:
-    """A row in a padded batch has the logits it has alone."""
+def test_padding_does_not_change_logits(t5_reference: Reference) -> None:
+    """A row of a padded batch has the same logits as alone."""
     ids, valid, labels = random_batch(t5_reference.vocab, 5)
     decoder = np.maximum(labels, 0)
     pretrained = flaxen.load(t5_reference.directory)
@@ -132,8 +132,8 @@ def test_padding_changes_nothing(t5_reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("config", [TINY, TINY_UMT5], ids=["t5", "umt5"])
-def test_cached_decoding_is_the_full_forward(config: Config) -> None:
-    """Three beams that swap histories at every step give the logits of their full histories."""
+def test_cached_decoding_equals_full_decoding(config: Config) -> None:
+    """Three beams that are reordered at every step have the logits of their full histories."""
     model = initialise(T5(config), 1)
     ids, valid, _ = random_batch(50, rows=2)
     draw = np.random.default_rng(0)
@@ -143,7 +143,9 @@ def test_cached_decoding_is_the_full_forward(config: Config) -> None:
     step, full = jax.jit(decoder.step), jax.jit(model.logits)
     for n in range(6):
         logits, state = step(jnp.asarray(histories[:, :, -1]), state)
-        padded = jnp.asarray(np.pad(histories, ((0, 0), (0, 0), (0, 5 - n))))  # the decoder does not see ahead
+        padded = jnp.asarray(
+            np.pad(histories, ((0, 0), (0, 0), (0, 5 - n)))
+        )  # padding does not matter: the decoder is causal
         for beam in range(3):
             close(logits[:, beam], full(ids, padded[:, beam], valid)[:, n], 1e-5)
         order = draw.integers(0, 3, (2, 3))
@@ -152,20 +154,20 @@ def test_cached_decoding_is_the_full_forward(config: Config) -> None:
         histories = np.concatenate([histories, draw.integers(2, 50, (2, 3, 1))], axis=2)
 
 
-def test_sequences_that_never_meet_need_no_reordering() -> None:
-    """The two layouts of the past give the same logits."""
+def test_cache_with_and_without_reordering_agree() -> None:
+    """Both cache layouts give the same logits if beams are never reordered."""
     model = initialise(T5(TINY), 1)
     ids, valid, _ = random_batch(50, rows=2)
     decoder, draw = T5Decoder(model), np.random.default_rng(0)
-    (tokens, one), (_, two) = (decoder.start((ids, valid), 8, 3, reorder=reorder) for reorder in (True, False))
+    (tokens, shared), (_, separate) = (decoder.start((ids, valid), 8, 3, reorder=reorder) for reorder in (True, False))
     tokens, step = tokens[:, :, 0], jax.jit(decoder.step)
     for _ in range(4):
-        (logits, one), (same, two) = step(tokens, one), step(tokens, two)
-        close(logits, same, 1e-5)
+        (logits, shared), (expected, separate) = step(tokens, shared), step(tokens, separate)
+        close(logits, expected, 1e-5)
         tokens = jnp.asarray(draw.integers(2, 50, (2, 3)), jnp.int32)
 
 
-def test_bfloat16_follows_float32() -> None:
+def test_bfloat16_is_close_to_float32() -> None:
     model = initialise(T5(TINY), 0)
     ids, valid, labels = random_batch(50)
     loss = lambda model: model.loss(ids, labels, valid)[0]  # noqa: E731
@@ -178,7 +180,7 @@ def test_bfloat16_follows_float32() -> None:
     assert jnp.vdot(flat, low) / (jnp.linalg.norm(flat) * jnp.linalg.norm(low)) > 0.999
 
 
-def test_dropout_is_a_function_of_its_key() -> None:
+def test_dropout_depends_only_on_its_key() -> None:
     model = initialise(T5(dataclasses.replace(TINY, dropout=0.3)), 0)
     ids, valid, labels = random_batch(50)
     loss = jax.jit(lambda key: model.loss(ids, labels, valid, key=key)[0])
@@ -186,8 +188,8 @@ def test_dropout_is_a_function_of_its_key() -> None:
     assert loss(None) == loss(None) != loss(jax.random.key(0))
 
 
-def test_decoder_does_not_see_the_future() -> None:
-    """By Jacobian: the logits at t depend on decoder embeddings up to t and no further."""
+def test_decoder_is_causal() -> None:
+    """By the Jacobian: hidden states at t depend on decoder embeddings up to t and no further."""
     model = initialise(T5(TINY), 2)
     ids, _, _ = random_batch(50, rows=1)
     source = jax.jit(model.encode)(ids)
@@ -210,7 +212,7 @@ def test_buckets_equal_transformers(bidirectional: bool) -> None:
         np.testing.assert_array_equal(relative_bucket(jnp.asarray(distance), bidirectional, n, far), theirs)
 
 
-# From the model cards' configs: vocabulary, widths and depths multiplied out by transformers itself.
+# Parameter counts that transformers computes from the published configurations.
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("t5-small", 60.5), ("t5-base", 222.9), ("t5-large", 737.7), ("t5-3b", 2851.6), ("t5-11b", 11307.3),
@@ -229,12 +231,12 @@ def test_presets_have_their_published_size(name: str, millions: float) -> None:
      ({"max_distance": 4}, "max_distance"), ({"compute": "float16"}, "compute"), ({"start_id": 50}, "start_id"),
      ({"bias_per_layer": True, "attention": "local"}, "bias_per_layer"), ({"family": "umt5"}, "bias_per_layer")],
 )  # fmt: skip
-def test_config_refuses(fields: dict, words: str) -> None:
+def test_invalid_config_is_rejected(fields: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(TINY, **fields)
 
 
-def test_a_fresh_model_is_abstract_and_a_plain_pytree() -> None:
+def test_new_model_is_abstract_and_a_pytree() -> None:
     model = T5(PRESETS["t5-11b"])
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
     assert isinstance(jax.tree.map(lambda leaf: leaf, model), nnx.Module)

@@ -1,4 +1,4 @@
-"""Encoders of T5s: hidden states equal to transformers', checkpoints in and out, alone and in diffusion models."""
+"""T5 encoders: hidden states equal transformers', checkpoints load and save, alone and in diffusion models."""
 
 import json
 from pathlib import Path
@@ -49,51 +49,51 @@ def states(pretrained: flaxen.Pretrained, ids: np.ndarray, valid: np.ndarray) ->
 @pytest.mark.parametrize("name", list(KINDS))
 def test_hidden_states_equal_transformers_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     model = make_encoder(name, tmp_path / "theirs")
-    one = flaxen.load(tmp_path / "theirs")
-    assert one.family is families.T5_ENCODER
+    loaded = flaxen.load(tmp_path / "theirs")
+    assert loaded.family is families.T5_ENCODER
     ids, valid, _ = random_batch(97)
     expected = torch_states(model, ids, valid)[valid]
-    np.testing.assert_allclose(states(one, ids, valid)[valid], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
-    one.save(tmp_path / "ours")
+    np.testing.assert_allclose(states(loaded, ids, valid)[valid], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    loaded.save(tmp_path / "ours")
     kind = type(model)
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [kind.__name__]
     np.testing.assert_array_equal(
         torch_states(kind.from_pretrained(tmp_path / "ours").eval(), ids, valid)[valid], expected
     )
-    two = flaxen.load(tmp_path / "ours")
-    assert two.config == one.config
-    for path, leaf in leaves(one.model).items():
-        np.testing.assert_array_equal(leaf, leaves(two.model)[path])
+    reloaded = flaxen.load(tmp_path / "ours")
+    assert reloaded.config == loaded.config
+    for path, leaf in leaves(loaded.model).items():
+        np.testing.assert_array_equal(leaf, leaves(reloaded.model)[path])
     assert (
         load_file(tmp_path / "ours" / "model.safetensors").keys()
         == load_file(tmp_path / "theirs" / "model.safetensors").keys()
     )
 
 
-def test_the_architecture_decides_in_float16_with_words_of_a_decoder(tmp_path: Path) -> None:
-    """As the text encoders of diffusion models are stored."""
+def test_architecture_in_config_decides_that_it_is_an_encoder(tmp_path: Path) -> None:
+    """Text encoders of diffusion models are stored in float16, with fields of a decoder in config.json."""
     model = make_encoder("T5", tmp_path / "flux" / "text_encoder_2").half()
     model.save_pretrained(tmp_path / "flux" / "text_encoder_2")
     path = tmp_path / "flux" / "text_encoder_2" / "config.json"
-    says = {"is_encoder_decoder": True, "num_decoder_layers": 24, "tie_word_embeddings": False, "output_past": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | says))
-    one = flaxen.load(tmp_path / "flux", subfolder="text_encoder_2")
-    assert one.tokenizer is None
-    assert {str(leaf.dtype) for leaf in leaves(one.model).values()} == {"float32"}
+    fields = {"is_encoder_decoder": True, "num_decoder_layers": 24, "tie_word_embeddings": False, "output_past": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    loaded = flaxen.load(tmp_path / "flux", subfolder="text_encoder_2")
+    assert loaded.tokenizer is None
+    assert {str(leaf.dtype) for leaf in leaves(loaded.model).values()} == {"float32"}
     ids, valid, _ = random_batch(97)
     expected = torch_states(model.float(), ids, valid)[valid]
-    np.testing.assert_allclose(states(one, ids, valid)[valid], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(states(loaded, ids, valid)[valid], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-def test_tokenizer_beside_the_text_encoder(tmp_path: Path) -> None:
+def test_tokenizer_is_found_next_to_the_text_encoder(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.T5Config(**{**SMALL, "vocab_size": 384})
     transformers.T5EncoderModel(config).save_pretrained(tmp_path / "text_encoder_3")
     transformers.ByT5Tokenizer().save_pretrained(tmp_path / "tokenizer_3")
-    one = flaxen.load(tmp_path, subfolder="text_encoder_3")
-    assert one.tokenizer is not None
+    loaded = flaxen.load(tmp_path, subfolder="text_encoder_3")
+    assert loaded.tokenizer is not None
     assert flaxen.load(tmp_path / "text_encoder_3").tokenizer is not None
-    one.save(tmp_path / "alone")
+    loaded.save(tmp_path / "alone")
     assert flaxen.load(tmp_path / "alone").tokenizer is not None
     done = command("info", tmp_path, "--subfolder", "text_encoder_3")
     assert done.code == 0, done.err
@@ -102,22 +102,22 @@ def test_tokenizer_beside_the_text_encoder(tmp_path: Path) -> None:
         flaxen.load(tmp_path, subfolder="text_encoder_2")
 
 
-def test_a_subfolder_of_a_hub_id_is_all_that_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, list[str]]] = []
+def test_only_the_subfolder_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[tuple[str, list[str]]] = []
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
+        requests.append((name, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     make_encoder("T5", tmp_path / "text_encoder_2")
     flaxen.load("someone/diffusion", subfolder="text_encoder_2")
-    ((name, patterns),) = asked
+    ((name, patterns),) = requests
     assert name == "someone/diffusion"
     assert {pattern.split("/")[0] for pattern in patterns} == {"text_encoder_2", "tokenizer_2"}
 
 
-def test_the_table_by_its_other_name_and_what_is_left_of_a_decoder(tmp_path: Path) -> None:
+def test_alternative_embedding_name_and_leftover_decoder_tensors_are_accepted(tmp_path: Path) -> None:
     make_encoder("T5", tmp_path / "a")
     expected = flaxen.load(tmp_path / "a")
     tensors = load_file(tmp_path / "a" / "model.safetensors")
@@ -133,13 +133,13 @@ def test_the_table_by_its_other_name_and_what_is_left_of_a_decoder(tmp_path: Pat
         flaxen.load(tmp_path / "a")
 
 
-def test_an_encoder_says_what_it_cannot_do(tmp_path: Path) -> None:
+def test_encoder_rejects_generation_and_logits(tmp_path: Path) -> None:
     make_encoder("T5", tmp_path / "a")
-    one = flaxen.load(tmp_path / "a")
+    encoder = flaxen.load(tmp_path / "a")
     with pytest.raises(InputError, match="a T5 encoder generates nothing by itself"):
-        one.generate([[5]])
+        encoder.generate([[5]])
     with pytest.raises(InputError, match="a T5 encoder has no output head"):
-        one.logits([[5]], [[0]])
+        encoder.logits([[5]], [[0]])
 
 
 def test_rows_name_every_leaf_once() -> None:
@@ -150,6 +150,6 @@ def test_rows_name_every_leaf_once() -> None:
         assert t5_encoder.read_config(t5_encoder.write_config(config, "float32"), None) == config
 
 
-def test_flops_are_those_of_the_encoder() -> None:
+def test_flops_are_less_than_the_full_model_s() -> None:
     config = Config()
     assert 0 < flops(config, 100) < t5.flops(config, 100, 1)

@@ -1,4 +1,4 @@
-"""ViT against transformers' torch, live."""
+"""ViT equals transformers' torch model: hidden states, gradients, image sizes, checkpoints."""
 
 import dataclasses
 from pathlib import Path
@@ -37,25 +37,25 @@ def test_states_and_gradients_equal_torch(changes: dict[str, Any], tmp_path: Pat
     model = flaxen.load(reference.directory).model
     close(jax.jit(model)(jnp.asarray(images)), theirs.detach(), 2e-5)
 
-    weigh = np.random.default_rng(2).normal(size=theirs.shape).astype(np.float32)
-    (theirs * torch.tensor(weigh)).sum().backward()
-    grads = jax.jit(jax.grad(lambda model: jnp.sum(model(jnp.asarray(images)) * weigh)))(model)
+    weights = np.random.default_rng(2).normal(size=theirs.shape).astype(np.float32)
+    (theirs * torch.tensor(weights)).sum().backward()
+    grads = jax.jit(jax.grad(lambda model: jnp.sum(model(jnp.asarray(images)) * weights)))(model)
     expected = gradients(reference.model, tmp_path / "gradients")
     named = weightmap.save(grads, hf_vit.rows(model.config))
     same_gradients(named, expected)
 
 
-def test_other_image_sizes_by_interpolation(tmp_path: Path) -> None:
+def test_interpolated_positions_equal_torch(tmp_path: Path) -> None:
     reference = make_vit(tmp_path)
     model = flaxen.load(tmp_path).model
     bigger = pixels(2, 48)
-    with pytest.raises(ValueError, match="48 × 48 for a ViT of 32 × 32"):
+    with pytest.raises(ValueError, match="expected images of 32 × 32 pixels, got 48 × 48"):
         model(jnp.asarray(bigger))
     config = dataclasses.replace(model.config, interpolate=True)
-    wide = jax.tree.unflatten(jax.tree.structure(ViT(config)), jax.tree.leaves(model))
+    flexible = jax.tree.unflatten(jax.tree.structure(ViT(config)), jax.tree.leaves(model))
     for images in (bigger, pixels(2, 40)[:, :, :24], pixels(1, 32)):
         theirs = reference.model(torch.tensor(images), interpolate_pos_encoding=True).last_hidden_state.detach()
-        close(jax.jit(wide)(jnp.asarray(images)), theirs, 2e-5)
+        close(jax.jit(flexible)(jnp.asarray(images)), theirs, 2e-5)
 
 
 def test_bicubic_is_the_identity_for_equal_sizes_and_sums_to_one() -> None:
@@ -63,15 +63,15 @@ def test_bicubic_is_the_identity_for_equal_sizes_and_sums_to_one() -> None:
     np.testing.assert_allclose(bicubic(7, 19).sum(axis=1), 1.0, atol=1e-5)
 
 
-def test_files_go_both_ways(tmp_path: Path) -> None:
+def test_checkpoint_round_trips_through_transformers(tmp_path: Path) -> None:
     reference = make_vit(tmp_path / "theirs")
     flaxen.load(tmp_path / "theirs").save(tmp_path / "ours")
-    again = transformers.ViTModel.from_pretrained(tmp_path / "ours").eval()
-    for (name, mine), (_, other) in zip(reference.model.state_dict().items(), again.state_dict().items(), strict=True):
-        assert torch.equal(mine, other), name
+    loaded = transformers.ViTModel.from_pretrained(tmp_path / "ours").eval()
+    for (name, a), (_, b) in zip(reference.model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
 
 
-def test_the_vit_of_a_classifier(tmp_path: Path) -> None:
+def test_vit_loads_from_a_classifier(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.ViTConfig(**{**make_vit(tmp_path / "vit").model.config.to_dict(), "num_labels": 5})
     reference = saved(shaken(transformers.ViTForImageClassification(config)), tmp_path / "classifier")
@@ -88,15 +88,15 @@ def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
     config = Config(image_size=(16, 16), patch_size=(8, 8), d_model=16, d_ff=24, n_layers=3, n_heads=2, dropout=0.2)
     model = initialise(ViT(config), 0)
     images = jnp.asarray(pixels(2, 16))
-    other = jax.tree.unflatten(
+    changed = jax.tree.unflatten(
         jax.tree.structure(ViT(dataclasses.replace(config, **form))),
         jax.tree.leaves(model),  # type: ignore[arg-type]
     )
-    weigh = np.random.default_rng(2).normal(size=(2, 5, 16)).astype(np.float32)
-    total = jax.jit(jax.grad(lambda model: jnp.sum(model(images, jax.random.key(1)) * weigh)))
-    again = leaves(total(other))
-    for name, gradient in leaves(total(model)).items():
-        close(again[name], gradient, 1e-5, floor=0.1)
+    weights = np.random.default_rng(2).normal(size=(2, 5, 16)).astype(np.float32)
+    gradient_of = jax.jit(jax.grad(lambda model: jnp.sum(model(images, jax.random.key(1)) * weights)))
+    changed_gradients = leaves(gradient_of(changed))
+    for name, gradient in leaves(gradient_of(model)).items():
+        close(changed_gradients[name], gradient, 1e-5, floor=0.1)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
         ({"rope_theta": 1.0}, "unknown field rope_theta=1.0"),
         ({"is_decoder": True}, "is_decoder=True is not supported"),
         ({"hidden_size": 30}, "multiple of n_heads"),
-        ({"image_size": 4}, "must hold a patch"),
+        ({"image_size": 4}, "must fit at least one patch"),
     ],
 )
-def test_configs_that_we_do_not_compute(change: dict[str, Any], message: str) -> None:
+def test_unsupported_config_is_rejected(change: dict[str, Any], message: str) -> None:
     json = {"model_type": "vit", "hidden_size": 32, "num_attention_heads": 4, **change}
     with pytest.raises(InputError, match=message):
         hf_vit.read_config(json, None)

@@ -1,7 +1,7 @@
-"""One source for all hardware: programs lowered for accelerators have no CPU loops, and each CPU switch can be off.
+"""One source for all hardware: programs lowered for accelerators have no CPU loops, and each switch works alone.
 
-Programs are lowered, not compiled, so TPU and CUDA programs can be looked at on any machine. A loop of them shows how
-many iterations it has; sizes here are such that every kind of loop has a number of its own.
+Programs are lowered, not compiled, so TPU and CUDA programs can be inspected on any machine. The text of a loop shows
+its number of iterations; the sizes below are chosen so that every kind of loop has a different number.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from flaxen.tree import leaves
 
 ROWS, SOURCE, TARGET = 11, 520, 9
 LAYERS, DECODER_LAYERS, HEADS = 7, 5, 13
-BLOCKS = 3  # of 174 keys, that full attention cuts the source into
-BANDS = 9  # of 64 queries, that local attention cuts it into; targets and labels are one block: 1
+BLOCKS = 3  # blocks of 174 keys into which full attention cuts the source
+BANDS = 9  # blocks of 64 queries into which local attention cuts the source; targets and labels are one block
 CPU = dataclasses.replace(hardware.CPU, activations=2**14, scores=2**12, panels=True)
 
 T5_CONFIG = t5.Config(
@@ -69,34 +69,34 @@ def lower_captioner(platform: str) -> str:
 
 
 def lower_decoding(platform: str) -> str:
-    """Greedy search to the end: one loop over tokens, whose number is not known."""
+    """Greedy search: one loop over tokens, whose number of iterations is not a constant."""
     decoder = jax.eval_shape(T5Decoder, T5(T5_CONFIG))
     inputs = (ids(ROWS, SOURCE), jax.ShapeDtypeStruct((ROWS, SOURCE), bool))
     options, rows = Options().static(), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    begun = jax.eval_shape(lambda *args: search.begin(*args, room=16, options=options, pad=0), decoder, inputs, rows)
+    state = jax.eval_shape(lambda *args: search.begin(*args, room=16, options=options, pad=0), decoder, inputs, rows)
     until = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = search.advance.trace(decoder, begun, until, {}, options=options, eos=(1,), pad=0)
+    traced = search.advance.trace(decoder, state, until, {}, options=options, eos=(1,), pad=0)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def iterations(program: str) -> list[int]:
-    """Of each loop whose number of iterations is a constant: the one that its condition compares with."""
+    """The number of iterations of each loop where it is a constant, which the loop's condition compares with."""
     constant = r"%\S+ = stablehlo.constant dense<(\d+)> : tensor<i32>\s*"
     return sorted(map(int, re.findall(rf"cond \{{\s*{constant}%\S+ = stablehlo.compare", program)))
 
 
 def barred_transposes(program: str) -> int:
-    """Transposes that XLA may not fuse with what reads them, and matmuls that it may not transpose."""
-    found = 0
-    for function in program.split("func.func"):  # names of values are a function's own
+    """Count barriers that keep XLA from fusing a transpose into its reader or from transposing a matmul."""
+    count = 0
+    for function in program.split("func.func"):  # names of values are local to a function
         transposes = set(re.findall(r"(%\w+) = stablehlo.transpose ", function))
         barriers = re.findall(r"(%\w+) = stablehlo.optimization_barrier (%\w+) :", function)
         read = set(re.findall(r"stablehlo.transpose (%\w+),", function))
-        found += sum(operand in transposes or result in read for result, operand in barriers)
-    return found
+        count += sum(operand in transposes or result in read for result, operand in barriers)
+    return count
 
 
-# How to lower a program, how many loops it has for an accelerator, and the numbers of their iterations.
+# For each program: how to lower it, the number of loops it has on accelerators, and their numbers of iterations.
 PROGRAMS: dict[str, tuple[Callable[[str], str], int, set[int]]] = {
     "t5": (lower_t5("full"), 24, {LAYERS, DECODER_LAYERS, BLOCKS, 1}),
     "local": (lower_t5("local"), 20, {LAYERS, DECODER_LAYERS, BLOCKS, BANDS, 1}),
@@ -109,7 +109,7 @@ PROGRAMS: dict[str, tuple[Callable[[str], str], int, set[int]]] = {
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_for_accelerators_have_no_cpu_loops(name: str, platform: str) -> None:
-    """No loop over heads, rows of the batch, pieces of it or panels of a transpose; no transpose behind a barrier."""
+    """No loop over heads, batch rows, chunks of tokens or panels of a transpose; no barrier around a transpose."""
     lower, n_loops, lengths = PROGRAMS[name]
     with hardware.compile_for(platform):
         program = lower(platform)
@@ -119,8 +119,8 @@ def test_programs_for_accelerators_have_no_cpu_loops(name: str, platform: str) -
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_for_cpus_have_them(name: str) -> None:
-    """So the test above can fail."""
+def test_programs_for_cpus_have_cpu_loops(name: str) -> None:
+    """Shows that the test for accelerators can fail."""
     lower, n_loops, lengths = PROGRAMS[name]
     with hardware.compile_for(CPU):
         program = lower("cpu")
@@ -129,21 +129,21 @@ def test_programs_for_cpus_have_them(name: str) -> None:
         return
     assert program.count("stablehlo.while") > n_loops
     cpu_loops = set(iterations(program)) - lengths
-    assert ROWS in cpu_loops  # a row of the batch at a time
-    if name != "captioner":  # whose rows are short
+    assert ROWS in cpu_loops  # one batch row at a time
+    if name != "captioner":  # its rows are too short for loops over heads and panels
         assert {ROWS * HEADS, -(-ROWS * SOURCE // hardware.PANEL)} <= cpu_loops
 
 
 TINY_T5 = dataclasses.replace(
     T5_CONFIG, n_layers=1, n_decoder_layers=1, n_heads=4, d_model=24, attention="transient-global", radius=10
 )
-# Small enough that even this model's batch is cut into pieces.
+# Small enough that even this model's batch is split.
 SMALL_CACHES = dataclasses.replace(hardware.CPU, activations=2**9, scores=2**9, panels=True)
 
 
 @functools.cache
 def results(target: hardware.Target) -> dict[str, np.ndarray]:
-    """Loss and gradients of a LongT5, and its logits when it decodes two tokens for two beams."""
+    """Loss and gradients of a LongT5, and its logits when decoding two tokens for two beams."""
     draw = np.random.default_rng(0)
     source, labels = (jnp.asarray(draw.integers(2, 50, (3, n)), jnp.int32) for n in (90, TARGET))
     model = initialise(T5(TINY_T5), 0)
@@ -156,8 +156,8 @@ def results(target: hardware.Target) -> dict[str, np.ndarray]:
         _, state = decoder.start((source, source > 0), 4, 2, True)
         logits = []
         for t in range(2):
-            one, state = decoder.step(jnp.broadcast_to(labels[:, t : t + 1], (3, 2)), state)
-            logits.append(one)
+            step_logits, state = decoder.step(jnp.broadcast_to(labels[:, t : t + 1], (3, 2)), state)
+            logits.append(step_logits)
         return jnp.stack(logits)
 
     with hardware.compile_for(target):
@@ -167,7 +167,7 @@ def results(target: hardware.Target) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("switch", [field.name for field in dataclasses.fields(hardware.Target)])
-def test_every_switch_can_be_off_by_itself(switch: str) -> None:
+def test_switching_off_one_optimisation_keeps_results(switch: str) -> None:
     off = dataclasses.replace(SMALL_CACHES, **{switch: getattr(hardware.ACCELERATOR, switch)})
     assert off != SMALL_CACHES
     ours = results(off)

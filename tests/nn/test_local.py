@@ -1,4 +1,4 @@
-"""Local and transient-global attention against attention over all keys with the same mask: values and gradients."""
+"""Local and transient-global attention equal plain attention with the same mask: values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -27,23 +27,23 @@ def random_case(length: int, n_side: int, seed: int = 0) -> tuple[jax.Array, ...
 
 
 def segments_of(*rows: list[int]) -> jax.Array:
-    """[[3, 2], [4]] -> rows 1 1 1 2 2 and 1 1 1 1 0."""
+    """Segment numbers from segment lengths: [3, 2], [4] -> rows 1 1 1 2 2 and 1 1 1 1 0."""
     length = max(map(sum, rows))
     numbered = [np.repeat(np.arange(1, len(row) + 1), row) for row in rows]
     return jnp.asarray([np.pad(row, (0, length - len(row))) for row in numbered], jnp.int32)
 
 
 def plain(q, k, v, bias, side_bias, plan: LocalPlan, radius: int, side=None):
-    """The same by the book: one row of scores over all tokens and all side tokens."""
+    """Textbook attention: one row of scores over all tokens and all side tokens."""
     length = q.shape[2]
     distance = jnp.arange(length) - jnp.arange(length)[:, None]
     seen = (jnp.abs(distance) <= radius) & (plan.segments[:, :, None] == plan.segments[:, None])
     offset = bias(distance)[None] + jnp.where(seen, 0.0, MASKED)[:, None]
     if side is not None:
         assert plan.side is not None
-        away = jnp.arange(plan.side.owner.shape[1]) - jnp.maximum(plan.side.block, 0)[..., None]
-        mine = plan.segments[:, :, None] == plan.side.owner[:, None]
-        far = jnp.moveaxis(side_bias(away), 0, 1) + jnp.where(mine, 0.0, MASKED)[:, None]
+        side_distance = jnp.arange(plan.side.owner.shape[1]) - jnp.maximum(plan.side.block, 0)[..., None]
+        side_seen = plan.segments[:, :, None] == plan.side.owner[:, None]
+        far = jnp.moveaxis(side_bias(side_distance), 0, 1) + jnp.where(side_seen, 0.0, MASKED)[:, None]
         k, v = (jnp.concatenate(pair, axis=2) for pair in zip((k, v), side))
         offset = jnp.concatenate([offset, far], axis=3)
     return attend_plain(q, k, v, offset)
@@ -60,6 +60,7 @@ SEGMENTS = {
 }
 
 
+# (segments, radius, size of global blocks or None for local attention)
 CASES = [
     ("whole", 3, None), ("padded", 40, None), ("long", 127, None), ("packed", 9, None), ("one", 3, None),
     ("whole", 3, 2), ("padded", 9, 4), ("long", 40, 7), ("long", 127, 16), ("packed", 5, 4), ("packed", 5, 1),
@@ -68,35 +69,35 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "radius", "size"), CASES)
-def test_blocks_are_plain_attention(case: str, radius: int, size: int | None) -> None:
+def test_blocks_equal_plain_attention(case: str, radius: int, size: int | None) -> None:
     segments = segments_of(*SEGMENTS[case])
     bias, side_bias = relative(1), relative(2)
     n_side = segments.shape[1] // size if size else 0
     q, k, v, g, *side = random_case(segments.shape[1], n_side)
-    g = g * (segments > 0)[:, None, :, None]  # what padding says is never used
+    g = g * (segments > 0)[:, None, :, None]  # outputs at padding are never used
 
     def ours(q, k, v, bias, side_bias, *side):
-        found = plan_global(side_bias, segments, size) if size else None
-        plan = plan_local(bias, segments, radius, 0.0, found)
-        return attend_local(q, k, v, plan, None, side if found is not None else None)
+        global_plan = plan_global(side_bias, segments, size) if size else None
+        plan = plan_local(bias, segments, radius, 0.0, global_plan)
+        return attend_local(q, k, v, plan, None, side if global_plan is not None else None)
 
-    def theirs(q, k, v, bias, side_bias, *side):
-        found = plan_global(side_bias, segments, size) if size else None
-        plan = plan_local(bias, segments, radius, 0.0, found)
-        return plain(q, k, v, bias, side_bias, plan, radius, side if found is not None else None)
+    def reference(q, k, v, bias, side_bias, *side):
+        global_plan = plan_global(side_bias, segments, size) if size else None
+        plan = plan_local(bias, segments, radius, 0.0, global_plan)
+        return plain(q, k, v, bias, side_bias, plan, radius, side if global_plan is not None else None)
 
     inputs = (q, k, v, bias, side_bias, *side)
-    both = lambda f: jax.jit(lambda inputs, g: (f(*inputs), jax.vjp(f, *inputs)[1](g)))(inputs, g)  # noqa: E731
-    (mine, gradients), (other, other_gradients) = both(ours), both(theirs)
+    value_and_vjp = lambda f: jax.jit(lambda inputs, g: (f(*inputs), jax.vjp(f, *inputs)[1](g)))(inputs, g)  # noqa: E731
+    (value, gradients), (expected, expected_gradients) = value_and_vjp(ours), value_and_vjp(reference)
     real = np.asarray(segments > 0)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))  # noqa: E731
-    close(jnp.moveaxis(mine, 2, 1)[real], jnp.moveaxis(other, 2, 1)[real])
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients)):
+    close(jnp.moveaxis(value, 2, 1)[real], jnp.moveaxis(expected, 2, 1)[real])
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients)):
         if a.size:
             close(a, b)
 
 
-def test_a_wide_band_is_full_attention() -> None:
+def test_wide_band_equals_full_attention() -> None:
     q, k, v, *_ = random_case(90, 0)
     bias, valid = relative(1), jnp.arange(90) < jnp.array([[90], [41]])
     wide = jax.jit(lambda *qkv: attend_local(*qkv, plan_local(bias, valid.astype(jnp.int32), 90, 0.0)))(q, k, v)
@@ -105,26 +106,26 @@ def test_a_wide_band_is_full_attention() -> None:
     np.testing.assert_allclose(wide[1, :, :41], full[1, :, :41], atol=1e-5)
 
 
-def test_side_tokens_that_nobody_sees_change_nothing() -> None:
+def test_masked_side_tokens_change_nothing() -> None:
     q, k, v, _, *side = random_case(90, 5)
     segments = segments_of([90], [60])
-    found = plan_global(relative(2), segments, 16)
-    assert found is not None
+    global_plan = plan_global(relative(2), segments, 16)
+    assert global_plan is not None
     bias = relative(1)
 
     @jax.jit
-    def attended(owner: jax.Array | None) -> jax.Array:
-        seen = None if owner is None else found._replace(owner=owner)
-        plan = plan_local(bias, segments, 11, 0.0, seen)
-        return attend_local(q, k, v, plan, None, None if seen is None else tuple(side))
+    def attention(owner: jax.Array | None) -> jax.Array:
+        changed = None if owner is None else global_plan._replace(owner=owner)
+        plan = plan_local(bias, segments, 11, 0.0, changed)
+        return attend_local(q, k, v, plan, None, None if changed is None else tuple(side))
 
-    without = attended(None)
-    np.testing.assert_allclose(attended(jnp.full_like(found.owner, 7)), without, atol=1e-6)
-    assert not np.allclose(attended(found.owner), without, atol=1e-2)
+    without = attention(None)
+    np.testing.assert_allclose(attention(jnp.full_like(global_plan.owner, 7)), without, atol=1e-6)
+    assert not np.allclose(attention(global_plan.owner), without, atol=1e-2)
 
 
-def test_blocks_of_side_tokens() -> None:
-    """Whole blocks from the start of each segment; the rest joins the last one; short segments have none."""
+def test_side_tokens_are_blocks_of_each_segment() -> None:
+    """Blocks start with each segment, the remainder joins the last block, and short segments have none."""
     segments = segments_of([10, 3, 4], [17])
     side = plan_global(relative(0), segments, 4)
     assert side is not None
@@ -136,21 +137,21 @@ def test_blocks_of_side_tokens() -> None:
     assert plan_global(relative(0), segments_of([3], [2]), 4) is None
 
 
-def test_padding_in_front_moves_nothing() -> None:
-    """A text has the same blocks wherever it stands in its row."""
-    late = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1, 1, 0]], jnp.int32)
-    side = plan_global(relative(0), late, 3)
+def test_padding_in_front_does_not_move_blocks() -> None:
+    """A text has the same blocks wherever it is in its row."""
+    segments = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1, 1, 0]], jnp.int32)
+    side = plan_global(relative(0), segments, 3)
     assert side is not None
     np.testing.assert_array_equal(side.block[0], [-1, -1, -1, 0, 0, 0, 1, 1, 1, -1])
 
 
 @pytest.mark.parametrize("size", [None, 4])
 def test_dropout_is_the_same_in_forward_and_backward(size: int | None) -> None:
-    """The function is linear in v, so its derivative along v is the function itself; and a numeric one along q."""
+    """Attention is linear in v, so its derivative along v is the function itself; along q, compare a numeric one."""
     segments = segments_of([90], [70])
     q, k, v, _, *side = random_case(90, 90 // size if size else 0)
-    found = plan_global(relative(2), segments, size) if size else None
-    plan, key = plan_local(relative(1), segments, 11, 0.5, found), jax.random.key(3)
+    global_plan = plan_global(relative(2), segments, size) if size else None
+    plan, key = plan_local(relative(1), segments, 11, 0.5, global_plan), jax.random.key(3)
 
     @jax.jit
     def f(q, v, side_v):
@@ -167,8 +168,8 @@ def test_dropout_is_the_same_in_forward_and_backward(size: int | None) -> None:
     np.testing.assert_allclose(jax.grad(h)(0.0), (h(1e-2) - h(-1e-2)) / 2e-2, rtol=1e-2)
 
 
-def test_bfloat16_over_16k_tokens_and_empty_rows() -> None:
-    """No NaN, in values or gradients, and near the f32 result."""
+def test_bfloat16_is_finite_and_near_float32_over_16k_tokens_and_empty_rows() -> None:
+    """Values and gradients have no NaN."""
     draw = np.random.default_rng(0)
     length, size = 16_384, 16
     q, k, v = (jnp.asarray(draw.standard_normal((2, 1, length, H)), jnp.float32) for _ in range(3))
@@ -190,15 +191,15 @@ def test_bfloat16_over_16k_tokens_and_empty_rows() -> None:
 
 
 def test_few_side_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries of one block may be part of several side tokens: with blocks of other lengths too."""
+    """Queries of one block can be part of several side tokens; the block length does not change the result."""
     segments = segments_of([37, 41, 12], [90])
     q, k, v, _, *side = random_case(90, 30)
-    bias, found = relative(1), plan_global(relative(2), segments, 3)
-    assert isinstance(found, GlobalTokens)
+    bias, tokens = relative(1), plan_global(relative(2), segments, 3)
+    assert isinstance(tokens, GlobalTokens)
     results = []
     for block in (5, 16, 64):
         monkeypatch.setattr(local, "BLOCK", block)
-        attended = lambda q: attend_local(q, k, v, plan_local(bias, segments, 6, 0.0, found), None, tuple(side))  # noqa: E731
-        results.append(jax.jit(attended)(q))
+        attention = lambda q: attend_local(q, k, v, plan_local(bias, segments, 6, 0.0, tokens), None, tuple(side))  # noqa: E731
+        results.append(jax.jit(attention)(q))
     np.testing.assert_allclose(results[0], results[2], atol=1e-5)
     np.testing.assert_allclose(results[1], results[2], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy is plain cross-entropy: value, gradients, accuracy."""
+"""Chunked cross-entropy equals plain cross-entropy: value, gradients, accuracy."""
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,19 @@ def plain(hidden, head, labels, weights, label_smoothing, z_loss):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, None])
 @pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.1, 1e-2)])
-def test_chunked_is_plain(chunk: int | None, label_smoothing: float, z_loss: float) -> None:
+def test_chunked_equals_plain_cross_entropy(chunk: int | None, label_smoothing: float, z_loss: float) -> None:
     draw = np.random.default_rng(0)
     hidden, head = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in ((33, 8), (50, 8)))
     labels = jnp.asarray(draw.integers(0, 50, 33), jnp.int32)
     weights = jnp.asarray(draw.random(33) * (draw.random(33) > 0.3), jnp.float32)
     ours = lambda hidden, head: 3.0 * cross_entropy(hidden, head, labels, weights, label_smoothing, z_loss, chunk).loss  # noqa: E731
-    theirs = lambda hidden, head: 3.0 * plain(hidden, head, labels, weights, label_smoothing, z_loss)  # noqa: E731
+    reference = lambda hidden, head: 3.0 * plain(hidden, head, labels, weights, label_smoothing, z_loss)  # noqa: E731
     value, grads = jax.value_and_grad(ours, argnums=(0, 1))(hidden, head)
-    expected, expected_grads = jax.value_and_grad(theirs, argnums=(0, 1))(hidden, head)
+    expected, expected_grads = jax.value_and_grad(reference, argnums=(0, 1))(hidden, head)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(ours(hidden, head), expected, rtol=1e-5)  # without a gradient: the other code path
-    for mine, other in zip(grads, expected_grads):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-5 * float(jnp.abs(other).max()))
+    np.testing.assert_allclose(ours(hidden, head), expected, rtol=1e-5)  # without gradients: another code path
+    for grad, plain_grad in zip(grads, expected_grads):
+        np.testing.assert_allclose(grad, plain_grad, rtol=0, atol=1e-5 * float(jnp.abs(plain_grad).max()))
 
 
 def test_accuracy_and_weight_are_exact_sums() -> None:

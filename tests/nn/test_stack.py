@@ -1,4 +1,4 @@
-"""A few rows of the batch at a time, or all: the same numbers."""
+"""Computing a few rows or tokens of a batch at a time gives the same results as the whole batch at once."""
 
 import dataclasses
 import functools
@@ -24,24 +24,24 @@ def loss_and_gradient() -> tuple[jax.Array, T5]:
 
 
 @functools.cache
-def whole() -> tuple[jax.Array, T5]:
+def whole_batch() -> tuple[jax.Array, T5]:
     return loss_and_gradient()
 
 
 @pytest.mark.parametrize("tokens", [1, 50])
-def test_rows_by_rows_equal_the_batch(tokens: int) -> None:
-    """With 50 tokens in the cache two rows of 23 go together, and four of 11."""
-    expected, gradient = whole()
+def test_few_rows_at_a_time_equal_the_batch(tokens: int) -> None:
+    """With 50 tokens at a time, two source rows of 23 tokens are computed together, and four target rows of 11."""
+    expected, gradient = whole_batch()
     with hardware.compile_for(dataclasses.replace(hardware.CPU, activations=tokens * TINY.d_model)):
-        ours, other = loss_and_gradient()
+        ours, our_gradient = loss_and_gradient()
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
     for name, leaf in leaves(gradient).items():
-        np.testing.assert_allclose(leaves(other)[name], leaf, rtol=0, atol=1e-5 * float(jnp.abs(leaf).max()))
+        np.testing.assert_allclose(leaves(our_gradient)[name], leaf, rtol=0, atol=1e-5 * float(jnp.abs(leaf).max()))
 
 
 @pytest.mark.parametrize("length", [7, 32, 33])
-def test_tokens_by_tokens_equal_the_row(length: int) -> None:
-    """Values and gradients, also where the pieces do not divide the row."""
+def test_few_tokens_at_a_time_equal_the_batch(length: int) -> None:
+    """Values and gradients, also if the chunks do not divide the number of tokens."""
     draw = np.random.default_rng(0)
     x, w = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in ((2, length, 4), (4, 4)))
 
@@ -52,18 +52,18 @@ def test_tokens_by_tokens_equal_the_row(length: int) -> None:
         value, back = jax.vjp(f, w, x)
     expected, expected_back = jax.vjp(lambda w, x: jnp.tanh(x @ w), w, x)
     np.testing.assert_allclose(value, expected, atol=1e-6)
-    for one, other in zip(back(x), expected_back(x)):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for gradient, expected_gradient in zip(back(x), expected_back(x)):
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-5)
 
 
-def test_each_piece_has_noise_of_its_own() -> None:
+def test_each_chunk_of_tokens_has_its_own_noise() -> None:
     draw = lambda x, key: jax.random.normal(key, x.shape)  # noqa: E731
     with hardware.compile_for(hardware.Target(activations=40)):
         noise = hardware.few_tokens_at_a_time(draw, jnp.zeros((1, 20, 4)), jax.random.key(0), checkpoint=False)
     assert not np.allclose(noise[0, :10], noise[0, 10:])
 
 
-def test_unstacking_has_the_gradient_of_slicing() -> None:
+def test_unstack_has_the_gradient_of_slicing() -> None:
     w = jnp.arange(12.0).reshape(3, 4)
     f = lambda w: sum((i + 1) * jnp.sum(row**2) for i, row in enumerate(stack.unstack(w)))  # noqa: E731
     np.testing.assert_allclose(jax.grad(f)(w), 2 * w * jnp.arange(1, 4)[:, None])

@@ -158,8 +158,8 @@ def test_nothing_is_prepared_or_carried() -> None:
 @pytest.mark.parametrize(
     ("config", "objective", "message"),
     [
-        ({}, {"length": 33}, r"objective.length=33 is more than the model's 32 positions; set --objective.length 32"),
-        ({}, {"update": 8}, r"objective.update=8 is for a Transformer-VQ.*leave objective.update out"),
+        ({}, {"length": 33}, r"objective.length=33 exceeds the model's 32 positions; set --objective.length 32"),
+        ({}, {"update": 8}, r"objective.update=8 has no effect with a GPT-2.*remove objective.update"),
         ({}, {"continued": True}, "objective.continued"),
         ({}, {"commit": 1e-3}, "objective.commit"),
         ({}, {"codebooks": "data"}, "objective.codebooks"),

@@ -1,4 +1,4 @@
-"""A ViT that reads a picture and a GPT-2 that writes about it."""
+"""Image captioning: a ViT encodes the image, a GPT-2 with cross-attention generates the caption."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ from flaxen.tree import map_leaves
 
 @dataclass(frozen=True)
 class Config:
-    """The two halves. When their widths differ, a projection joins them."""
+    """Configurations of encoder and decoder. If their widths differ, a linear projection connects them."""
 
     encoder: vit.Config
     decoder: gpt2.Config
 
     def __post_init__(self) -> None:
         if not self.decoder.cross:
-            raise ValueError("the decoder of a captioner needs cross=True: it attends to the picture")
+            raise ValueError("the decoder of a captioner requires cross=True, because it attends to the image")
 
     def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
-        """For the tokens of a tokenizer. A caption begins with the padding token, as a T5's output does."""
+        """Adapt to a tokenizer's vocabulary. Captions begin with the padding token, like T5's outputs."""
         decoder = self.decoder.for_vocabulary(size, pad_id, eos_id)
         return dataclasses.replace(self, decoder=dataclasses.replace(decoder, start_id=pad_id))
 
-    # What generation and the trainer ask of any model's configuration.
+    # Properties that generation and the trainer read from any model's configuration.
     @property
     def vocab_size(self) -> int:
         return self.decoder.vocab_size
@@ -55,18 +55,18 @@ class Config:
 
 
 class Captioner(nnx.Module):
-    """Pixels [B, C, height, width] and token ids in, logits of the caption out."""
+    """A ViT-GPT-2 captioner: pixels [B, C, height, width] and token ids in, logits of the caption out."""
 
     def __init__(self, config: Config):
         encoder, decoder = config.encoder, config.decoder
         self.encoder = vit.ViT(encoder)
         self.decoder = gpt2.GPT2(decoder)
-        wide = encoder.d_model != decoder.d_model
-        self.bridge = Linear((encoder.d_model,), (decoder.d_model,), decoder.std, bias=True) if wide else None
+        differ = encoder.d_model != decoder.d_model
+        self.bridge = Linear((encoder.d_model,), (decoder.d_model,), decoder.std, bias=True) if differ else None
         self.config = config
 
     def encode(self, pixels: Float[Array, "B C height width"], key: Array | None = None) -> Float[Array, "B S D"]:
-        """What the decoder attends to."""
+        """Encode images to the vectors that the decoder attends to."""
         x = self.encoder(pixels, key)
         return x if self.bridge is None else self.bridge(x)
 
@@ -82,7 +82,7 @@ class Captioner(nnx.Module):
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
-        """The mean over labels that are not negative, and its sums. Decoder inputs are the labels, shifted once."""
+        """Mean loss over the non-negative labels, and its sums. Decoder inputs are the labels shifted by one."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         filled = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
@@ -91,23 +91,23 @@ class Captioner(nnx.Module):
 
 
 def join(encoder: vit.Config, decoder: gpt2.Config) -> Config:
-    """The configuration of a captioner with these halves."""
+    """Configure a captioner with this encoder and decoder."""
     return Config(encoder, dataclasses.replace(decoder, cross=True))
 
 
 def with_config(model: Captioner, config: Config) -> Captioner:
-    """The same weights, computed as another configuration says; for images of another size, positions are resized."""
+    """Rebuild the model with another configuration; for another image size, the position embeddings are resized."""
     if model.config.encoder.image_size != config.encoder.image_size:
-        seeing = vit.resized(model.encoder, config.encoder.image_size)
-        model = map_leaves(lambda path, leaf: leaf, model)  # a copy: the caller's stays as it is
-        model.encoder = seeing
+        encoder = vit.resized(model.encoder, config.encoder.image_size)
+        model = map_leaves(lambda path, leaf: leaf, model)  # a shallow copy, so that the caller's model stays unchanged
+        model.encoder = encoder
     return param.with_config(model, config)
 
 
 def flops(config: Config, length: int) -> float:
-    """Floating-point operations of the products in the forward pass of one picture and caption."""
+    """Floating-point operations of the matmuls in the forward pass of one image and caption."""
     rows, columns = config.encoder.grid
-    patches = 1 + rows * columns
+    patches = 1 + rows * columns  # including the class token
     bridge = patches * config.encoder.d_model * config.decoder.d_model
     between = 2.0 * bridge if config.encoder.d_model != config.decoder.d_model else 0.0
     return vit.flops(config.encoder) + between + gpt2.flops(config.decoder, length, patches)

@@ -1,4 +1,4 @@
-"""GPT-2: a language model, and the decoder of a captioner when it has cross-attention."""
+"""GPT-2: a language model, and with cross-attention the decoder of a captioner."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from flaxen.nn.stack import run, save_for_backward
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches of a GPT-2. The defaults are gpt2's."""
+    """GPT-2 configuration. The defaults are those of the checkpoint gpt2."""
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -30,15 +30,15 @@ class Config:
     n_layers: int = 12
     n_heads: int = 12
     activation: str = "gelu_new"
-    cross: bool = False  # attends to an encoder too
+    cross: bool = False  # cross-attention to an encoder
     epsilon: float = 1e-5
-    scaled: bool = True  # scores by 1 / sqrt(head size)
-    inverse_layer: bool = False  # and by 1 / (number of the layer)
-    tied: bool = True  # the head is the embedding table
-    dropout: float = 0.1  # behind attention and feed-forward
+    scaled: bool = True  # scale scores by 1 / sqrt(head size)
+    inverse_layer: bool = False  # also scale scores by 1 / (layer number, from 1)
+    tied: bool = True  # the output head is the embedding table
+    dropout: float = 0.1  # after attention and feed-forward
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
-    std: float = 0.02  # initial
+    std: float = 0.02  # initial standard deviation of the weights
     pad_id: int = 50256
     eos_ids: tuple[int, ...] = (50256,)
     start_id: int = 50256
@@ -56,26 +56,26 @@ class Config:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         for name in ("pad_id", "start_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
-                raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size}")
+                raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size} tokens")
         if self.compute not in ("float32", "bfloat16"):
-            raise ValueError(f"compute must be float32 or bfloat16, got {self.compute!r}")
+            raise ValueError(f"compute must be one of float32, bfloat16, got {self.compute!r}")
 
     def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
-        """For the tokens of a tokenizer. Every text begins behind the end of another."""
+        """Adapt to a tokenizer's vocabulary. The end-of-sequence token also starts every text."""
         rows = round_up(size)
         return dataclasses.replace(self, vocab_size=rows, pad_id=pad_id, eos_ids=(eos_id,), start_id=eos_id)
 
     def score_scales(self) -> Float[Array, "L"] | None:
-        """What scores are multiplied by in each layer, beside 1 / sqrt(head size)."""
+        """Factor of each layer's attention scores, in addition to 1 / sqrt(head size); None if all are 1."""
         return 1.0 / (1.0 + jnp.arange(self.n_layers)) if self.inverse_layer else None
 
 
 class Layer(nnx.Module):
-    """Self-attention, cross-attention if there is an encoder, feed-forward; each behind a norm, around a residual."""
+    """A pre-norm block: self-attention, cross-attention if there is an encoder, feed-forward; each with a residual."""
 
     def __init__(self, config: Config):
         c = config
-        # What leads back into the residual stream starts smaller, the more layers add to it.
+        # Projections into the residual stream are initialised smaller in deeper models, because more layers add to it.
         std = (c.std, c.std * (2 * c.n_layers) ** -0.5)
         scale = (c.d_model // c.n_heads) ** -0.5 if c.scaled else 1.0
         self.attention = JointAttention(c.d_model, c.n_heads, std, scale)
@@ -107,7 +107,7 @@ class Layer(nnx.Module):
 
 
 class GPT2(nnx.Module):
-    """Token ids in, hidden states out; `head` turns them into logits of the next token."""
+    """GPT-2: token ids in, hidden states out; `output_head` turns them into logits of the next token."""
 
     def __init__(self, config: Config):
         c = config
@@ -125,22 +125,22 @@ class GPT2(nnx.Module):
         valid: Bool[Array, "B T"] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states. `valid` is False for padding, which may stand at the left: positions count real tokens."""
+        """Compute hidden states. `valid` is False for padding, also on the left: positions count real tokens."""
         c = self.config
         if ids.shape[1] > c.n_positions:
-            raise ValueError(f"{ids.shape[1]} tokens for a GPT-2 with {c.n_positions} positions")
+            raise ValueError(f"{ids.shape[1]} tokens exceed the {c.n_positions} positions of this GPT-2")
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         x = dropout(self.embed(ids, self.count(ids, valid)), c.embedding_dropout, keys[0])
         plan = Plan(valid, causal=True, rate=c.attention_dropout)
         cross = Plan(rate=c.attention_dropout)
 
         def body(layer: Any, x: Array, key: Array | None) -> Array:
-            one, scale = layer
+            block, scale = layer
 
             def some_rows(x: Array, rows: Any, source: Array | None, key: Array | None) -> Array:
-                mine = plan.of(rows)._replace(scale=scale)
-                other = None if source is None else Source(source, cross._replace(scale=scale))
-                return one(x, mine, other, None, c, key)[0]
+                self_plan = plan.of(rows)._replace(scale=scale)
+                cross_source = None if source is None else Source(source, cross._replace(scale=scale))
+                return block(x, self_plan, cross_source, None, c, key)[0]
 
             return few_rows_at_a_time(some_rows, x, key, plan.rows(), source)
 
@@ -154,6 +154,7 @@ class GPT2(nnx.Module):
         return jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
 
     def embed(self, ids: Int[Array, "*B"], positions: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Sum of token and position embeddings, in f32."""
         return (self.embedding(ids) + self.positions(positions)).astype(jnp.float32)
 
     def logits(
@@ -174,7 +175,7 @@ class GPT2(nnx.Module):
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
-        """The mean over labels that are not negative, and its sums: what `inputs[:, t]` should be followed by."""
+        """Mean loss over the non-negative labels, and its sums. `labels[:, t]` is the token after `inputs[:, t]`."""
         hidden = self(inputs, source, key=key)
         weights = (labels >= 0).astype(jnp.float32).reshape(-1)
         labels = jnp.maximum(labels, 0).reshape(-1)
@@ -188,8 +189,9 @@ class GPT2(nnx.Module):
 
 
 def flops(config: Config, length: int, source: int = 0) -> float:
-    """Floating-point operations of the products in the forward pass of one example."""
+    """Floating-point operations of the matmuls in the forward pass of one example."""
     c = config
+    # Multiply-adds of one layer: projections, feed-forward, then scores and their sums of values.
     layer = length * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff + 2 * length * c.d_model)
     if c.cross:
         layer += length * (2 * c.d_model**2 + 2 * source * c.d_model) + source * 2 * c.d_model**2

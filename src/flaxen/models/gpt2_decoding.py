@@ -1,4 +1,4 @@
-"""GPT-2 one token at a time, alone behind a prompt or behind an image: the `Decoder` protocol of flaxen.generate."""
+"""Decoding with GPT-2, after a prompt or for an image: implements the `Decoder` protocol of flaxen.generate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from flaxen.nn.cache import Cache, KeyValues, allocate_cache, plan_source
 from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 
-ABSENT = 2**30  # the id of padding before a prompt: no token's
+ABSENT = 2**30  # stands for padding before a prompt; not a valid token id
 
 
 class GPT2Decoder(nnx.Module):
-    """A GPT-2 one token at a time. Prompts are padded at the left."""
+    """Generates with a GPT-2, one token at a time. Prompts are padded on the left."""
 
     def __init__(self, model: GPT2):
         self.model = model
@@ -29,52 +29,56 @@ class GPT2Decoder(nnx.Module):
     def start(
         self, inputs: tuple[Int[Array, "B P"], Bool[Array, "B P"]], length: int, beams: int, reorder: bool
     ) -> tuple[Int[Array, "B G P"], Cache]:
-        """The prompts, for every beam, and a cache that holds all of them but their last tokens."""
+        """Read the prompts into a cache, except their last tokens, which the first step reads."""
         return self.begin(*inputs, None, length, beams, reorder)
 
     def begin(
         self, ids: Array, valid: Array, encoded: Float[Array, "B S D"] | None, length: int, beams: int, reorder: bool
     ) -> tuple[Int[Array, "B G P"], Cache]:
-        """The same behind an encoded image."""
-        model, c, before, layers = self.model, self.model.config, valid[:, :-1], unstack(self.model.layers)
+        """Read the prompts into a cache, with cross-attention to encoded images if given.
+
+        Returns the prompts of every beam and a cache that holds all prompt tokens but the last.
+        """
+        model, c, prompt, layers = self.model, self.model.config, valid[:, :-1], unstack(self.model.layers)
         source = [None if encoded is None else KeyValues.of(*layer.cross.keys_values(encoded)) for layer in layers]
         heads = (c.n_heads, c.d_model // c.n_heads)
-        past = allocate_cache(source, heads, jnp.dtype(c.compute), before, length, beams, reorder)
-        if before.shape[1]:  # else there is one token, which the first step reads
+        past = allocate_cache(source, heads, jnp.dtype(c.compute), prompt, length, beams, reorder)
+        if prompt.shape[1]:  # else the prompt is one token, which the first step reads
             x = model.embed(ids[:, :-1], model.count(ids, valid)[:, :-1])
-            _, read = self._read(layers, x, Plan(before, causal=True), past)
-            past = past._replace(layers=read)
+            _, caches = self._run_layers(layers, x, Plan(prompt, causal=True), past)
+            past = past._replace(layers=caches)
         tokens = jnp.where(valid, ids, ABSENT)
         return jnp.broadcast_to(tokens[:, None], (len(ids), beams, ids.shape[1])), past
 
     def step(self, tokens: Int[Array, "B G"], state: Cache) -> tuple[Float[Array, "B G V"], Cache]:
-        """The logits after `tokens`."""
+        """Compute the logits that follow `tokens` and add these to the cache."""
         model, dtype = self.model, jnp.dtype(self.model.config.compute)
-        at = jnp.sum(state.prompt, axis=1, dtype=jnp.int32)[:, None] + state.time
-        x = model.embed(tokens, jnp.broadcast_to(at, tokens.shape))
-        x, read = self._read(self.layers or unstack(model.layers), x, state.plan(tokens.shape[1]), state)
-        return model.output_head.logits(model.norm(x, dtype)), state.grown(read)
+        position = jnp.sum(state.prompt, axis=1, dtype=jnp.int32)[:, None] + state.time
+        x = model.embed(tokens, jnp.broadcast_to(position, tokens.shape))
+        x, caches = self._run_layers(self.layers or unstack(model.layers), x, state.plan(tokens.shape[1]), state)
+        return model.output_head.logits(model.norm(x, dtype)), state.grown(caches)
 
-    def _read(
+    def _run_layers(
         self, layers: Sequence[Layer], x: Float[Array, "B T D"], plan: Any, past: Cache
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-        """Tokens through all layers, under a `Plan` for a prompt or a `TokenPlan`; and the caches with them in it."""
+        """Run all layers, with a `Plan` for a prompt or a `TokenPlan` for a step; return the extended caches too."""
         c, scales, source = self.model.config, self.model.config.score_scales(), plan_source()
-        read: list[Any] = []
+        caches: list[Any] = []
         # Unrolled, because a scan over layers would copy the caches.
         for i, (layer, cache) in enumerate(zip(layers, past.layers)):
             scale = None if scales is None else scales[i]
-            other = None if cache.source is None else Source(None, source._replace(scale=scale))
-            x, grown = layer(x, plan._replace(scale=scale), other, cache, c, None)
-            read.append(grown)
-        return x, tuple(read)
+            cross_source = None if cache.source is None else Source(None, source._replace(scale=scale))
+            x, extended = layer(x, plan._replace(scale=scale), cross_source, cache, c, None)
+            caches.append(extended)
+        return x, tuple(caches)
 
     def select(self, state: Cache, beams: Int[Array, "B G"]) -> Cache:
+        """Reorder the cache for beam search."""
         return state.select(beams)
 
 
 class CaptionDecoder(nnx.Module):
-    """A captioner one token at a time."""
+    """Generates captions, one token at a time."""
 
     def __init__(self, model: Captioner):
         self.captioner, self.decoder = model, GPT2Decoder(model.decoder)
@@ -82,7 +86,7 @@ class CaptionDecoder(nnx.Module):
     def start(
         self, inputs: Float[Array, "B C height width"], length: int, beams: int, reorder: bool
     ) -> tuple[Int[Array, "B G 1"], Cache]:
-        """The first token of every caption, and a cache that holds the images."""
+        """The first token of every caption, and a cache with the keys and values of the encoded images."""
         first = jnp.full((len(inputs), 1), self.captioner.config.start_id, jnp.int32)
         encoded = self.captioner.encode(inputs)
         return self.decoder.begin(first, jnp.ones(first.shape, bool), encoded, length, beams, reorder)
@@ -91,4 +95,5 @@ class CaptionDecoder(nnx.Module):
         return self.decoder.step(tokens, state)
 
     def select(self, state: Cache, beams: Int[Array, "B G"]) -> Cache:
+        """Reorder the cache for beam search."""
         return self.decoder.select(state, beams)

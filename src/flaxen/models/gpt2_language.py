@@ -1,4 +1,4 @@
-"""GPT-2 as the language-modelling task trains it: its `LanguageModel` (flaxen.tasks.language)."""
+"""Functions with which the language-modelling task trains a GPT-2: its `LanguageModel` (flaxen.tasks.language)."""
 
 from typing import Any
 
@@ -10,38 +10,41 @@ from flaxen.nn.loss import Sums
 
 __all__ = ["adapt_config", "check", "flops", "has_codebooks", "initial_carry", "language_loss", "notes", "prepare"]
 
-# Settings of the objective that say what to carry or how to quantise: nothing here does either.
+# Settings of the objective about carrying state or quantising, neither of which a GPT-2 does.
 UNUSED = ("update", "continued", "commit", "codebooks")
 
 
 def adapt_config(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
-    """Nothing of the configuration depends on the data."""
+    """Return the configuration unchanged: nothing in it depends on the data."""
     if image:
-        raise ValueError("a GPT-2 predicts text or bytes; for pixels, train a Transformer-VQ")
+        raise ValueError("a GPT-2 cannot be trained on pixels, only on text or bytes; train a Transformer-VQ instead")
     return config
 
 
 def check(config: Config, objective: Any) -> None:
-    """ValueError if a model with this configuration cannot be trained so."""
+    """Raise ValueError if a model with this configuration cannot be trained with this objective."""
     if config.cross:
-        raise ValueError("this GPT-2 has cross-attention, the decoder of a captioner; it is no language model alone")
+        raise ValueError(
+            "this GPT-2 is a captioner's decoder (it has cross-attention) and cannot be trained as a language model"
+        )
     if objective.length > config.n_positions:
         raise ValueError(
-            f"objective.length={objective.length} is more than the model's {config.n_positions} positions; set "
-            f"--objective.length {config.n_positions}, or less"
+            f"objective.length={objective.length} exceeds the model's {config.n_positions} positions; set "
+            f"--objective.length {config.n_positions} or less"
         )
     for name in UNUSED:
         default = objective.length if name == "update" else getattr(type(objective), name)
         given = objective.chunk if name == "update" else getattr(objective, name)
         if given != default:
             raise ValueError(
-                f"objective.{name}={given} is for a Transformer-VQ: a GPT-2 reads each row alone and has no codebooks; "
-                f"leave objective.{name} out"
+                f"objective.{name}={given} has no effect with a GPT-2, which reads each row independently and has no "
+                f"codebooks; remove objective.{name}"
             )
 
 
 def notes(config: Config) -> list[str]:
-    return [f"each row is read alone, from position 0: at most {config.n_positions:,} tokens are seen at once"]
+    """Remarks printed when training starts."""
+    return [f"each row is read independently, from position 0; the context is at most {config.n_positions:,} tokens"]
 
 
 def has_codebooks(config: Config) -> bool:
@@ -49,7 +52,7 @@ def has_codebooks(config: Config) -> bool:
 
 
 def initial_carry(config: Config, rows: int) -> None:
-    """Nothing is carried from row to row."""
+    """The initial carry: None, because a GPT-2 carries nothing from row to row."""
 
 
 def language_loss(
@@ -61,9 +64,10 @@ def language_loss(
     key: Array | None,
     objective: Any,
 ) -> tuple[Sums, None]:
+    """The loss sums of a batch, and the next carry: None."""
     return model.loss(inputs, labels, key=key)[1], None
 
 
 def prepare(model: GPT2, inputs: Int[Array, "B T"], key: Array, objective: Any) -> GPT2:
-    """The model that training starts from."""
+    """Return the model unchanged: there are no codebooks to initialise from the data."""
     return model

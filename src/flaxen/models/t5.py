@@ -1,4 +1,4 @@
-"""T5 1.0 and 1.1, Flan-T5, mT5, umT5, ByT5, LongT5: one encoder-decoder, told apart by its Config."""
+"""The T5 encoder-decoder: T5 1.0 and 1.1, Flan-T5, mT5, umT5, ByT5 and LongT5 differ only in their Config."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from flaxen.nn.param import round_up, stacked
 from flaxen.nn.position import RelativeBias
 from flaxen.nn.stack import LONG, run, save_for_backward
 
-Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # real tokens, or the numbers of the texts that share a row
+Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # True for real tokens; or segment numbers of the texts packed in a row
 ATTENTION = ("full", "local", "transient-global")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches of a T5. The defaults are t5-small's."""
+    """T5 configuration. The defaults are those of the checkpoint t5-small."""
 
     vocab_size: int = 32128
     d_model: int = 512
@@ -39,22 +39,22 @@ class Config:
     n_heads: int = 8
     n_buckets: int = 32
     max_distance: int = 128
-    bias_per_layer: bool = False  # umT5: every layer has a relative bias of its own
-    attention: str = "full"  # of the encoder: full, local or transient-global, the latter two with a radius
-    radius: int = 127  # a token sees so many on either side
-    global_block: int = 16  # tokens that transient-global attention adds up to one that all see
+    bias_per_layer: bool = False  # umT5: every layer has its own relative bias
+    attention: str = "full"  # encoder attention: full, local or transient-global
+    radius: int = 127  # local and transient-global attention: tokens seen on either side
+    global_block: int = 16  # transient-global attention: tokens summed into one global token, which all tokens see
     activation: str = "relu"
     gated: bool = False
-    tied: bool = True  # the head is the embedding table
-    scaled: bool = True  # hidden states times d_model^-0.5 before the head: what T5 1.0's tying needs
+    tied: bool = True  # the output head is the embedding table
+    scaled: bool = True  # scale hidden states by d_model^-0.5 before the head, as T5 1.0's tied head requires
     epsilon: float = 1e-6
     dropout: float = 0.1
-    factor: float = 1.0  # of every initial standard deviation
+    factor: float = 1.0  # factor of all initial standard deviations
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 0
-    family: str = "t5"  # or mt5, umt5, longt5: the name that config.json gives it
-    compute: str = "float32"  # dtype of products and of what layers hand on; the residual stream stays f32
+    family: str = "t5"  # model_type in config.json: t5, mt5, umt5 or longt5
+    compute: str = "float32"  # dtype of matmuls and activations; the residual stream is always f32
     scan: bool = True
     remat: bool = False
 
@@ -65,25 +65,25 @@ class Config:
         if self.attention not in ATTENTION:
             raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}")
         if self.radius < 1 or self.global_block < 1:
-            raise ValueError(f"radius and global_block must be at least 1, got {self.radius}, {self.global_block}")
+            raise ValueError(f"radius and global_block must be at least 1, got {self.radius} and {self.global_block}")
         if self.bias_per_layer and self.attention != "full":
-            raise ValueError(f"bias_per_layer is for full attention, got {self.attention} attention")
+            raise ValueError(f"bias_per_layer requires full attention, got {self.attention} attention")
         if self.family == "umt5" and not self.bias_per_layer:
-            raise ValueError("a umt5 has bias_per_layer=True")
+            raise ValueError("family umt5 requires bias_per_layer=True")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         if self.n_buckets < 4 or self.n_buckets % 4:
             raise ValueError(f"n_buckets must be a positive multiple of 4, got {self.n_buckets}")
         if self.max_distance <= self.n_buckets // 2:
-            raise ValueError(f"max_distance must exceed n_buckets / 2, got {self.max_distance}")
+            raise ValueError(f"max_distance must be greater than n_buckets / 2, got {self.max_distance}")
         if self.compute not in ("float32", "bfloat16"):
-            raise ValueError(f"compute must be float32 or bfloat16, got {self.compute!r}")
+            raise ValueError(f"compute must be one of float32, bfloat16, got {self.compute!r}")
         for name in ("pad_id", "start_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
-                raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size}")
+                raise ValueError(f"{name}={getattr(self, name)} is not in the vocabulary of {self.vocab_size} tokens")
 
     def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
-        """For the tokens of a tokenizer. Outputs begin with the padding token."""
+        """Adapt to a tokenizer's vocabulary. Decoder inputs begin with the padding token."""
         return dataclasses.replace(self, vocab_size=round_up(size), pad_id=pad_id, eos_ids=(eos_id,), start_id=pad_id)
 
 
@@ -103,7 +103,7 @@ def _presets() -> dict[str, Config]:
         "t5-large": size(v1, 1024, 4096, 24, 16),
         "t5-3b": size(v1, 1024, 16384, 24, 32, head=128),
         "t5-11b": size(v1, 1024, 65536, 24, 128, head=128),
-        "t5-v1_1-mini": size(v1_1, 256, 512, 4, 4),  # not Google's: a size for a laptop
+        "t5-v1_1-mini": size(v1_1, 256, 512, 4, 4),  # not published by Google: small enough for a laptop
         "t5-v1_1-small": size(v1_1, 512, 1024, 8, 6),
         "t5-v1_1-base": size(v1_1, 768, 2048, 12, 12),
         "t5-v1_1-large": size(v1_1, 1024, 2816, 24, 16),
@@ -116,7 +116,7 @@ def _presets() -> dict[str, Config]:
     for name in ("small", "base", "xl", "xxl"):
         umt5 = dataclasses.replace(table[f"mt5-{name}"], vocab_size=256384, bias_per_layer=True, family="umt5")
         table[f"umt5-{name}"] = umt5
-    # ByT5 spends its parameters in the encoder: three times as deep as the decoder.
+    # ByT5's encoder is three times as deep as its decoder.
     for name, d, ff, layers, decoder, heads in (
         ("small", 1472, 3584, 12, 4, 6),
         ("base", 1536, 3968, 18, 6, 12),
@@ -126,7 +126,7 @@ def _presets() -> dict[str, Config]:
     ):
         table[f"byt5-{name}"] = size(v1_1, d, ff, layers, heads, decoder, vocab_size=384)
     for kind, attention in (("local", "local"), ("tglobal", "transient-global")):
-        for name in ("mini", "small", "base", "large", "xl"):  # Google's are base, large and xl
+        for name in ("mini", "small", "base", "large", "xl"):  # Google published base, large and xl
             long = dataclasses.replace(table[f"t5-v1_1-{name}"], attention=attention, family="longt5")
             table[f"long-t5-{kind}-{name}"] = long
     return table
@@ -136,14 +136,14 @@ PRESETS = _presets()
 
 
 class Layer(nnx.Module):
-    """One block: self-attention, cross-attention in a decoder, feed-forward; each behind a norm, around a residual."""
+    """A pre-norm block: self-attention, cross-attention in a decoder, feed-forward; each with a residual connection."""
 
     def __init__(self, config: Config, decoder: bool):
         c = config
         norm = partial(RMSNorm, c.d_model, c.epsilon, c.factor)
         sizes = (c.d_model, c.n_heads, c.d_head, c.factor)
-        sides = c.attention == "transient-global" and not decoder
-        self.attention = TransientGlobalAttention(*sizes, c.epsilon) if sides else Attention(*sizes)
+        has_global = c.attention == "transient-global" and not decoder
+        self.attention = TransientGlobalAttention(*sizes, c.epsilon) if has_global else Attention(*sizes)
         self.attention_norm = norm()
         self.bias = relative_bias(c, decoder) if c.bias_per_layer else None
         self.cross: CrossAttention | None = CrossAttention(*sizes) if decoder else None
@@ -162,7 +162,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
         own, seen = cache or (None, None)
-        short = x.size < LONG  # of long rows less is kept for the backward: not what a matmul or two can recompute
+        short = x.size < LONG  # long inputs save less for the backward pass, which then repeats a few matmuls
         y, own = self.attention(self.attention_norm(x, dtype), plan, own, keys[0])
         x = x + dropout(y, rate, keys[1])
         x = save_for_backward(x) if short else x
@@ -179,12 +179,13 @@ class Layer(nnx.Module):
 
 
 def relative_bias(config: Config, decoder: bool) -> RelativeBias:
+    """The relative position bias of an encoder (bidirectional) or a decoder."""
     c = config
     return RelativeBias(c.n_heads, c.n_buckets, c.max_distance, not decoder, c.factor * c.d_model**-0.5)
 
 
 class Stack(nnx.Module):
-    """Layers of one kind, their shared relative bias (unless each has its own) and the final norm."""
+    """An encoder or decoder: its layers, their shared relative bias (unless each has its own) and the final norm."""
 
     def __init__(self, config: Config, decoder: bool):
         c = config
@@ -195,7 +196,7 @@ class Stack(nnx.Module):
         self.config, self.causal = config, decoder
 
     def plan(self, length: int, mask: Array | None, batch: int) -> Plan | LocalPlan:
-        """Who sees whom in all layers; without a bias where each has its own."""
+        """Masks and relative bias for all layers; without the bias if each layer has its own."""
         c = self.config
         if self.bias is None or self.causal or c.attention == "full":
             bias = None if self.bias is None else self.bias(jnp.arange(1 - length, length))
@@ -219,13 +220,13 @@ class Stack(nnx.Module):
         encoded, cross = source or (None, Plan())
 
         def body(layer: Layer, x: Array, key: Array | None) -> Array:
-            here = plan
+            layer_plan = plan
             if layer.bias is not None and isinstance(plan, Plan):
-                here = plan._replace(bias=layer.bias(jnp.arange(1 - length, length)))
+                layer_plan = plan._replace(bias=layer.bias(jnp.arange(1 - length, length)))
 
-            def some_rows(x: Array, rows: Any, encoded: Array | None, of_cross: Any, key: Array | None) -> Array:
-                source = None if encoded is None else Source(encoded, cross.of(of_cross))
-                return layer(x, here.of(rows), source, None, c.dropout, dtype, key)[0]
+            def some_rows(x: Array, rows: Any, encoded: Array | None, cross_rows: Any, key: Array | None) -> Array:
+                source = None if encoded is None else Source(encoded, cross.of(cross_rows))
+                return layer(x, layer_plan.of(rows), source, None, c.dropout, dtype, key)[0]
 
             return few_rows_at_a_time(some_rows, x, key, plan.rows(), encoded, cross.rows())
 
@@ -234,16 +235,18 @@ class Stack(nnx.Module):
 
 
 class T5(nnx.Module):
-    """Text in, text out. Token ids are int32; `valid` is True for real tokens, None when all are.
+    """The T5 encoder-decoder. Token ids are int32; `valid` is True for real tokens, None if all tokens are real.
 
-    Several texts can share a row: `valid` then numbers them 1, 2, … (0 is padding), `target_segments` their targets.
+    Several examples can be packed in a row: then `valid` holds their segment numbers 1, 2, … (0 is padding), and
+    `target_segments` those of their targets.
     """
 
     def __init__(self, config: Config):
         self.embedding = Embedding(config.vocab_size, config.d_model, std=config.factor)
         self.encoder = Stack(config, decoder=False)
         self.decoder = Stack(config, decoder=True)
-        # So that logits start near 1. Hugging Face starts an untied head at 1, and so its logits near sqrt(d_model).
+        # With this std, initial logits have a standard deviation near 1. Hugging Face initialises an untied head with
+        # std 1, so that logits start near sqrt(d_model).
         head = Embedding(config.vocab_size, config.d_model, std=config.factor * config.d_model**-0.5)
         self.head = None if config.tied else head
         self.config = config
@@ -261,7 +264,7 @@ class T5(nnx.Module):
         key: Array | None = None,
         segments: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states that the head turns into logits."""
+        """Compute the hidden states from which the head computes logits."""
         cross = Plan(rate=self.config.dropout).seeing(segments, valid)
         return self.scale(self.decoder(self.embedding(ids), segments, (source, cross), key))
 
@@ -284,12 +287,13 @@ class T5(nnx.Module):
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
-        """The mean over labels that are not negative, and its sums. Decoder inputs are the labels, shifted."""
+        """Mean loss over the non-negative labels, and its sums. Decoder inputs are the labels shifted by one."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         weights = (labels >= 0).astype(jnp.float32)
         labels = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
         if target_segments is not None:
+            # In packed rows every target begins with the start token.
             begins = target_segments != jnp.pad(target_segments[:, :-1], ((0, 0), (1, 0)))
             shifted = jnp.where(begins, self.config.start_id, shifted)
         encoded = self.encode(input_ids, valid, keys[0])
@@ -305,6 +309,7 @@ class T5(nnx.Module):
         return self.embedding if self.head is None else self.head
 
     def scale(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Scale hidden states by d_model^-0.5 if the configuration says so."""
         return hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype) if self.config.scaled else hidden
 
 
@@ -312,7 +317,7 @@ def encoder_flops(config: Config, source: int) -> float:
     """Floating-point operations of the matmuls in the encoder's forward pass of one example."""
     c, inner = config, config.n_heads * config.d_head
     feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
-    # Multiply-adds per layer; a query that sees n keys costs 2 · n · inner (scores, then values).
+    # Multiply-adds per layer. A query that sees n keys costs 2 · n · inner: for scores, and for sums of values.
     seen, side = source, 0
     if c.attention != "full":
         side = source // c.global_block if c.attention == "transient-global" else 0

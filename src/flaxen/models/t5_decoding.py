@@ -1,4 +1,4 @@
-"""A T5 one token at a time: the `Decoder` protocol of flaxen.generate."""
+"""Decoding with T5: implements the `Decoder` protocol of flaxen.generate."""
 
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ from flaxen.nn.stack import unstack
 
 
 class T5DecodingState(NamedTuple):
-    """All that decoding carries from token to token, for B inputs × G sequences of each."""
+    """The state carried from token to token, for B inputs × G sequences of each."""
 
     past: Cache
     valid: Bool[Array, "B S"]  # True for real tokens of the source
 
 
 class T5Decoder(nnx.Module):
-    """A T5 one token at a time."""
+    """Generates with a T5, one token at a time."""
 
     def __init__(self, model: T5):
         self.model = model
@@ -31,7 +31,7 @@ class T5Decoder(nnx.Module):
     def start(
         self, inputs: tuple[Int[Array, "B S"], Bool[Array, "B S"]], length: int, beams: int, reorder: bool
     ) -> tuple[Int[Array, "B G 1"], T5DecodingState]:
-        """The first decoder token of every beam, and a state with room for `length` tokens."""
+        """Encode the inputs; return the first decoder token of every beam and a state with room for `length` tokens."""
         (ids, valid), c = inputs, self.model.config
         encoded = self.model.encode(ids, valid)
         source = [KeyValues.of(*layer.cross.keys_values(encoded)) for layer in unstack(self.model.decoder.layers)]
@@ -40,7 +40,7 @@ class T5Decoder(nnx.Module):
         return jnp.full((len(ids), beams, 1), c.start_id, jnp.int32), T5DecodingState(past, valid)
 
     def step(self, tokens: Int[Array, "B G"], state: T5DecodingState) -> tuple[Float[Array, "B G V"], T5DecodingState]:
-        """The logits after `tokens`, which stand at `state.past.time`."""
+        """Compute the logits that follow `tokens`, which are at time `state.past.time`, and add these to the cache."""
         model, dtype, past, beams = self.model, jnp.dtype(self.model.config.compute), state.past, tokens.shape[1]
         distances = past.times(beams) - past.time
         shared = None if model.decoder.bias is None else past.plan(beams, model.decoder.bias(distances))
@@ -55,4 +55,5 @@ class T5Decoder(nnx.Module):
         return logits, state._replace(past=past.grown(layers))
 
     def select(self, state: T5DecodingState, beams: Int[Array, "B G"]) -> T5DecodingState:
+        """Reorder the cache for beam search."""
         return state._replace(past=state.past.select(beams))

@@ -1,4 +1,4 @@
-"""The encoder of a T5 alone: text in, hidden states out. Embeddings and diffusion models are made of them."""
+"""The T5 encoder alone: text in, hidden states out. Used for text embeddings and in diffusion models."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from flaxen.nn.layers import Embedding
 
 @dataclass(frozen=True)
 class Config(t5.Config):
-    """As a T5's. Fields of the decoder and the head are kept for the checkpoint and compute nothing."""
+    """T5 configuration. The fields of the decoder and the head are saved with a checkpoint but have no effect."""
 
 
 class T5Encoder(nnx.Module):
-    """`valid` is True for real tokens, None when all are; several texts can share a row, as in a T5."""
+    """A T5 encoder. `valid` is True for real tokens, None if all are real; or segment numbers of packed texts."""
 
     def __init__(self, config: Config):
         self.embedding = Embedding(config.vocab_size, config.d_model, std=config.factor)

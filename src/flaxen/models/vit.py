@@ -1,4 +1,4 @@
-"""ViT: a picture, cut into patches, as a sequence of vectors."""
+"""ViT (Vision Transformer): encodes an image, cut into patches, as a sequence of vectors."""
 
 import dataclasses
 import math
@@ -21,9 +21,9 @@ from flaxen.tree import leaves, map_leaves
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches of a ViT. The defaults are vit-base-patch16-224's."""
+    """ViT configuration. The defaults are those of the checkpoint vit-base-patch16-224."""
 
-    image_size: tuple[int, int] = (224, 224)  # height and width that the positions are made for
+    image_size: tuple[int, int] = (224, 224)  # height and width; the position embeddings are for this size
     patch_size: tuple[int, int] = (16, 16)
     n_channels: int = 3
     d_model: int = 768
@@ -35,10 +35,10 @@ class Config:
     epsilon: float = 1e-12
     dropout: float = 0.0
     attention_dropout: float = 0.0
-    std: float = 0.02  # initial
-    pooler: str | None = None  # the activation of a pooler, which files may have and no caption needs
+    std: float = 0.02  # initial standard deviation of the weights
+    pooler: str | None = None  # activation of the pooler, which some checkpoints have and captioning does not use
     pooler_size: int | None = None
-    interpolate: bool = False  # accept other image sizes, with the positions interpolated
+    interpolate: bool = False  # accept other image sizes by interpolating the position embeddings
     compute: str = "float32"
     scan: bool = True
     remat: bool = False
@@ -50,21 +50,21 @@ class Config:
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model={self.d_model} must be a multiple of n_heads={self.n_heads}")
         if any(image < patch or patch < 1 for image, patch in zip(self.image_size, self.patch_size)):
-            raise ValueError(f"image_size {self.image_size} must hold a patch of {self.patch_size}")
+            raise ValueError(f"image_size {self.image_size} must fit at least one patch of {self.patch_size}")
         for name in (self.activation, *([self.pooler] if self.pooler else [])):
             if name not in ACTIVATIONS:
                 raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
         if self.compute not in ("float32", "bfloat16"):
-            raise ValueError(f"compute must be float32 or bfloat16, got {self.compute!r}")
+            raise ValueError(f"compute must be one of float32, bfloat16, got {self.compute!r}")
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches from top to bottom and from left to right."""
+        """Number of patches: rows and columns."""
         return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
 
 
 class Layer(nnx.Module):
-    """Self-attention and feed-forward, each behind a norm, around a residual."""
+    """A pre-norm block: self-attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: Config):
         c = config
@@ -83,7 +83,7 @@ class Layer(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Pixels [B, C, height, width] in, vectors [B, 1 + patches, D] out: the class token's first."""
+    """A ViT: pixels [B, C, height, width] in, vectors [B, 1 + patches, D] out, the class token's first."""
 
     def __init__(self, config: Config):
         c = config
@@ -109,20 +109,23 @@ class ViT(nnx.Module):
         return self.norm(x, jnp.dtype(c.compute))
 
     def embed(self, pixels: Float[Array, "B C height width"]) -> Float[Array, "B S D"]:
-        """Patches as vectors, the class token before them, positions added; in f32."""
+        """Embed patches, prepend the class token and add positions, in f32."""
         c, (high, wide) = self.config, self.config.patch_size
         b, channels, height, width = pixels.shape
         if (height, width) != c.image_size and not c.interpolate:
-            raise ValueError(f"images of {height} × {width} for a ViT of {c.image_size[0]} × {c.image_size[1]}")
+            raise ValueError(
+                f"expected images of {c.image_size[0]} × {c.image_size[1]} pixels, got {height} × {width}; "
+                "set interpolate=True to accept other sizes"
+            )
         rows, columns = height // high, width // wide
-        cut = pixels[:, :, : rows * high, : columns * wide].astype(jnp.dtype(c.compute))
-        cut = cut.reshape(b, channels, rows, high, columns, wide).transpose(0, 2, 4, 1, 3, 5)
-        x = self.patches(cut.reshape(b, rows * columns, channels, high, wide)).astype(jnp.float32)
+        cropped = pixels[:, :, : rows * high, : columns * wide].astype(jnp.dtype(c.compute))
+        patches = cropped.reshape(b, channels, rows, high, columns, wide).transpose(0, 2, 4, 1, 3, 5)
+        x = self.patches(patches.reshape(b, rows * columns, channels, high, wide)).astype(jnp.float32)
         first = jnp.broadcast_to(self.first[...].astype(jnp.float32), (b, 1, c.d_model))
         return jnp.concatenate([first, x], axis=1) + self.positions_for(rows, columns)
 
     def positions_for(self, rows: int, columns: int) -> Float[Array, "S D"]:
-        """The learned positions, resized if the grid is another; the class token keeps its own."""
+        """The learned position embeddings, resized if the grid differs; the class token's stays as it is."""
         table = self.positions[...].astype(jnp.float32)
         if (rows, columns) == self.config.grid:
             return table
@@ -133,7 +136,7 @@ class ViT(nnx.Module):
 
 
 def resized(model: ViT, image_size: tuple[int, int]) -> ViT:
-    """The model for images of another size: its positions are interpolated, once."""
+    """Convert a model to another image size, by interpolating its position embeddings once."""
     config = dataclasses.replace(model.config, image_size=image_size)
     positions = model.positions_for(*config.grid).astype(model.positions.dtype)
     weights = {**leaves(model), "positions": positions}
@@ -141,12 +144,14 @@ def resized(model: ViT, image_size: tuple[int, int]) -> ViT:
 
 
 def bicubic(old: int, new: int, a: float = -0.75) -> Float[Array, "new old"]:
-    """The matrix that resizes `old` samples to `new` as torch's bicubic interpolation does: no antialiasing."""
-    at = (jnp.arange(new) + 0.5) * (old / new) - 0.5
-    base = jnp.floor(at)
+    """The matrix that resizes `old` samples to `new` like torch's bicubic interpolation without antialiasing."""
+    position = (jnp.arange(new) + 0.5) * (old / new) - 0.5  # of each new sample among the old ones
+    base = jnp.floor(position)
     matrix = jnp.zeros((new, old))
+    # Each new sample is a weighted sum of four neighbours; beyond the ends, the outermost sample is repeated.
     for step in range(-1, 3):
-        distance = jnp.abs(at - (base + step))
+        distance = jnp.abs(position - (base + step))
+        # Keys' cubic convolution kernel, for distances up to 1 and from 1 to 2.
         near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
         far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
         index = jnp.clip(base + step, 0, old - 1).astype(jnp.int32)
@@ -155,9 +160,10 @@ def bicubic(old: int, new: int, a: float = -0.75) -> Float[Array, "new old"]:
 
 
 def flops(config: Config, pixels: tuple[int, int] | None = None) -> float:
-    """Floating-point operations of the products in the forward pass of one image."""
+    """Floating-point operations of the matmuls in the forward pass of one image."""
     c = config
     height, width = pixels or c.image_size
+    # Sequence length n: one class token, then the patches.
     n = 1 + (height // c.patch_size[0]) * (width // c.patch_size[1])
     layer = n * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff + 2 * n * c.d_model)
     return 2.0 * (c.n_layers * layer + n * math.prod(c.patch_size) * c.n_channels * c.d_model)

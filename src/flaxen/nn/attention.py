@@ -1,8 +1,8 @@
-"""Attention layers: projections around a softmax, which a plan describes. One call serves training and decoding.
+"""Attention layers: the query, key, value and output projections. The same call serves training and decoding.
 
-`y, cache = attention(x, plan, cache)`: a plan is made once per stack and says who sees whom; a cache holds the keys and
-values of one layer, and is None in training. Layout [B, N, T, H] throughout: CPU matmuls over it are 10-60 % faster
-than over [B, T, N, H].
+`y, cache = attention(x, plan, cache)`: the plan holds masks and biases and computes the softmax; it is built once and
+shared by all layers of a stack. The cache holds the keys and values of one layer; in training it is None. Arrays have
+layout [B, N, T, H] throughout: on CPUs, batched matmuls over it are 10-60 % faster than over [B, T, N, H].
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,38 +19,38 @@ KeysValues = tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]
 
 @runtime_checkable
 class AttentionPlan(Protocol):
-    """Who sees whom, for all layers of a stack: `Plan`, `LocalPlan`, or for single tokens `TokenPlan`."""
+    """Self-attention masks and biases for all layers of a stack: `Plan`, `LocalPlan`, or in decoding `TokenPlan`."""
 
     def attend(self, q: Array, k: Array, v: Array, cache: Any, key: Array | None) -> tuple[Array, Any]:
-        """What tokens see of each other and of the cache, which then holds their keys and values too."""
+        """Attend to the cached tokens and to the given ones; return the output and the extended cache."""
         ...
 
 
 @runtime_checkable
 class SourcePlan(Protocol):
-    """Who sees whom in another sequence: `Plan`, or for its cached keys and values `TokenPlan`."""
+    """Cross-attention masks and biases: `Plan`, or in decoding `TokenPlan`, which reads cached keys and values."""
 
     def read(self, q: Array, source: Any, key: Array | None) -> Array:
-        """What tokens see of the given keys and values."""
+        """Attend to the keys and values in `source`."""
         ...
 
 
 class Source(NamedTuple):
-    """Another sequence to attend to."""
+    """The sequence that cross-attention attends to."""
 
-    encoded: Float[Array, "B S D"] | None  # None where caches hold its keys and values
+    encoded: Float[Array, "B S D"] | None  # None if the layer caches already hold its keys and values
     plan: SourcePlan
 
 
 class LayerCache(NamedTuple):
-    """What one layer of a decoder remembers, as `flaxen.nn.cache.KeyValues`."""
+    """Cached keys and values of one decoder layer, each a `flaxen.nn.cache.KeyValues`."""
 
-    own: Any  # of the tokens so far
-    source: Any = None  # of the sequence that cross-attention sees: projected once
+    own: Any  # self-attention: the tokens so far
+    source: Any = None  # cross-attention: the source sequence, projected once
 
 
 class Attention(nnx.Module):
-    """The four projections of self-attention. T5's have no bias, and no scale of the scores."""
+    """Self-attention with separate query, key, value and output projections. T5's have no bias."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Attention(nnx.Module):
         scale: float = 1.0,
         bias: tuple[bool, bool] = (False, False),
     ):
-        # T5 folds 1/sqrt(H) into q's initial scale, so the scores are unscaled. With `std`, all begin alike.
-        # `bias` is of q, k and v, and of o.
+        # T5 folds 1/sqrt(H) into q's initial scale, so its scores are unscaled (scale=1). If `std` is given, all four
+        # projections are initialised with it. `bias` is (bias of q, k and v; bias of o).
         self.q = Linear((d,), (n_heads, d_head), std or factor * (d * d_head) ** -0.5, bias[0])
         self.k = Linear((d,), (n_heads, d_head), std or factor * d**-0.5, bias[0])
         self.v = Linear((d,), (n_heads, d_head), std or factor * d**-0.5, bias[0])
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         return self.output(y), cache
 
     def query(self, x: Float[Array, "B T D"]) -> Float[Array, "B N T H"]:
-        return _scaled(self.q(x).swapaxes(1, 2), self.scale)
+        return _scale(self.q(x).swapaxes(1, 2), self.scale)
 
     def keys_values(self, x: Float[Array, "B S D"]) -> KeysValues:
         return self.k(x).swapaxes(1, 2), self.v(x).swapaxes(1, 2)
@@ -88,21 +88,21 @@ class Attention(nnx.Module):
 
 
 class CrossAttention(Attention):
-    """The same projections, with keys and values of another sequence."""
+    """Attention to another sequence, with separate query, key, value and output projections."""
 
     def __call__(  # type: ignore[override]
         self, x: Float[Array, "B T D"], source: Source, cache: Any = None, key: Array | None = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """`cache` holds the keys and values of the source; without it they are projected here."""
-        seen = cache
-        if seen is None:
-            assert source.encoded is not None, "without a cache, the source must be there itself"
-            seen = self.keys_values(source.encoded)
-        return self.output(source.plan.read(self.query(x), seen, key)), cache
+        """Attend to the source. If `cache` holds its keys and values, they are not projected again."""
+        source_keys_values = cache
+        if source_keys_values is None:
+            assert source.encoded is not None, "source.encoded is required without a cache"
+            source_keys_values = self.keys_values(source.encoded)
+        return self.output(source.plan.read(self.query(x), source_keys_values, key)), cache
 
 
 class JointAttention(nnx.Module):
-    """Self-attention whose queries, keys and values are one matmul, as GPT-2's files hold them."""
+    """Self-attention with one fused projection for queries, keys and values, as in GPT-2 checkpoints."""
 
     def __init__(self, d: int, n_heads: int, std: tuple[float, float], scale: float):
         head = (n_heads, d // n_heads)
@@ -113,13 +113,13 @@ class JointAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], plan: AttentionPlan, cache: Any = None, key: Array | None = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        q, k, v = jnp.moveaxis(self.qkv(x), 2, 0).swapaxes(2, 3)
-        y, cache = plan.attend(_scaled(q, self.scale), k, v, cache, key)
+        q, k, v = jnp.moveaxis(self.qkv(x), 2, 0).swapaxes(2, 3)  # [B, T, 3, N, H] -> [3, B, N, T, H]
+        y, cache = plan.attend(_scale(q, self.scale), k, v, cache, key)
         return self.o(y.swapaxes(1, 2)), cache
 
 
 class JointCrossAttention(CrossAttention):
-    """Attention to another sequence, whose keys and values are one matmul."""
+    """Attention to another sequence, with one fused projection for its keys and values."""
 
     def __init__(self, d: int, n_heads: int, std: tuple[float, float], scale: float):
         head = (n_heads, d // n_heads)
@@ -133,5 +133,5 @@ class JointCrossAttention(CrossAttention):
         return k, v
 
 
-def _scaled(q: Array, scale: float) -> Array:
+def _scale(q: Array, scale: float) -> Array:
     return q if scale == 1.0 else q * jnp.asarray(scale, q.dtype)

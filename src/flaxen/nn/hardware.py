@@ -1,10 +1,10 @@
-"""What is done for a CPU's caches and matrix kernels, in one place. Models call these functions by intent.
+"""Hardware-specific optimisations in one place: mostly for a CPU's caches and matrix kernels.
 
-A `Target` says which of it a program is traced with. Every item can be switched off, and on an accelerator all of it
-is: there XLA tiles, transposes and fuses by itself, and a loop over rows or heads would only leave the hardware idle.
+A `Target` says which optimisations a program is traced with. Each can be switched off, and on accelerators all are:
+there XLA tiles, transposes and fuses by itself, and a loop over rows or heads would only leave the hardware idle.
 
-The target is explicit: `with compile_for("tpu"):` traces TPU programs on any machine, and JAX retraces a jitted
-function when the target changes. Without it, programs are for the platform JAX runs on by default.
+`with compile_for("tpu"):` sets the target explicitly, so TPU programs can be traced on any machine; JAX retraces a
+jitted function when the target changes. Otherwise programs are traced for JAX's default platform.
 """
 
 import os
@@ -17,49 +17,51 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-FEW = 64  # rows up to which a matmul is bound by reading the weights
-PANEL = 16  # rows of a matrix that are transposed at a time
-SMALL = 2**15  # elements up to which a loop over panels does not pay
+FEW = 64  # up to this many rows, a matmul is bound by reading the weights
+PANEL = 16  # rows of a matrix transposed at a time
+SMALL = 2**15  # up to this many elements, a loop over panels does not pay
 
 
 @dataclass(frozen=True)
 class Target:
-    """The optimisations that programs are traced with. The defaults are an accelerator's: none of them."""
+    """The optimisations that programs are traced with. The defaults are for accelerators: none of them."""
 
     activations: int | None = None  # elements that enter a layer at a time; None: the whole batch
-    scores: int | None = None  # attention scores computed at a time; None: those of all heads
-    rows_in_sequence: bool = False  # Transformer-VQ: head by head, block by block; small blocks where it only reads
-    transposed_copies: bool = False  # transpose the operands of matmuls into arrays of their own
-    panels: bool = False  # transpose 16 rows at a time, where cores are few
+    scores: int | None = None  # attention scores computed at a time; None: the scores of all heads
+    # Transformer-VQ: compute head by head and block by block, with small blocks where no gradient is needed.
+    rows_in_sequence: bool = False
+    transposed_copies: bool = False  # copy transposed operands of matmuls into new arrays
+    panels: bool = False  # transpose 16 rows at a time; faster with few cores
     separate_arrays: bool = False  # keep transposes and biases of blocks out of the fusions that read them
-    transposed_keys: bool = False  # cached keys as [B, N, H, S], the way scores of few queries read them
-    weights_first: bool = False  # matmuls of few rows as (W xᵀ)ᵀ, with weights laid out once before a decoding loop
+    transposed_keys: bool = False  # cache keys as [B, N, H, S], the layout in which scores of few queries read them
+    weights_first: bool = False  # matmuls of few rows as (W xᵀ)ᵀ; decoding loops lay the weights out for it once
     widen_bfloat16: bool = False  # matmuls of bf16 blocks in f32
-    compiler_options: tuple[tuple[str, str], ...] = ()  # of training programs
+    compiler_options: tuple[tuple[str, str], ...] = ()  # XLA options for training programs
 
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 ACCELERATOR = Target()
 CPU = Target(
-    activations=2**18,  # such as 512 tokens of 512 features: megabytes with all that is made of them
+    activations=2**18,  # e.g. 512 tokens of 512 features: a few megabytes, including a layer's intermediate results
     scores=2**16,  # a block of 256 x 256 in f32: 256 kB
     rows_in_sequence=True,
     transposed_copies=True,
-    panels=_CORES <= 4,  # XLA's own transpose is shared by all cores, so with many of them it is faster
+    panels=_CORES <= 4,  # XLA's own transpose uses all cores, so with many of them it is faster
     separate_arrays=True,
     transposed_keys=True,
     weights_first=True,
-    # jax 0.10.2 leaves some matmuls of bf16 blocks to a kernel that has none for them; that fails only when it runs.
+    # jax 0.10.2 compiles some matmuls of bf16 blocks to calls of a kernel that does not support them; they fail at
+    # run time.
     widen_bfloat16=True,
-    # XLA orders the operations of a CPU program so that many can run at once, unless told otherwise. Ordered so that
-    # little is alive at a time, training takes up to a fifth less memory at the same speed.
+    # By default XLA orders the operations of a CPU program for concurrency. Ordered for memory instead, training takes
+    # up to a fifth less memory at the same speed.
     compiler_options=(("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),),
 )
-_explicit = jax.make_user_context(None)
+_explicit = jax.make_user_context(None)  # part of the key of JAX's tracing cache, so another target retraces
 
 
 def target() -> Target:
-    """What programs are being traced for."""
+    """The target that programs are currently traced for."""
     if _explicit.value is not None:
         return _explicit.value
     return CPU if jax.default_backend() == "cpu" else ACCELERATOR
@@ -71,14 +73,14 @@ def compile_for(what: str | Target) -> AbstractContextManager[Any]:
 
 
 def training_options() -> dict[str, str] | None:
-    """Compiler options of programs whose memory matters."""
+    """Compiler options for `jax.jit` of training programs, whose memory matters; None if there are none."""
     return dict(target().compiler_options) or None
 
 
 def few_rows_at_a_time(function: Callable[..., Array], x: Array, key: Array | None, *more: Any) -> Array:
-    """function(x, *more, key), for a few rows of the batch at a time, whose activations stay in the cache.
+    """Compute function(x, *more, key) for a few batch rows at a time, so that their activations stay in the CPU cache.
 
-    `x` and the arrays of `more` have the batch first; rows must not depend on each other.
+    The first axis of `x` and of every array in `more` is the batch; rows must not depend on each other.
     """
     limit, batch = target().activations, len(x)
     if limit is None:
@@ -96,9 +98,10 @@ def few_rows_at_a_time(function: Callable[..., Array], x: Array, key: Array | No
 def few_tokens_at_a_time(
     function: Callable[[Array, Array | None], Array], x: Array, key: Array | None, checkpoint: bool
 ) -> Array:
-    """function(x, key) of x [B, T, D], for some tokens at a time, which must not depend on each other.
+    """Compute function(x, key) for x [B, T, D], some tokens at a time; tokens must not depend on each other.
 
-    With `checkpoint`, the backward recomputes what is inside, so that it holds it for one piece and not for all.
+    With `checkpoint`, the backward pass recomputes the intermediate results, so that it holds those of one chunk of
+    tokens instead of all.
     """
     limit = target().activations
     pieces = 1 if limit is None else -(-x.size // limit)
@@ -114,8 +117,11 @@ def few_tokens_at_a_time(
 
 
 def few_heads_at_a_time(function: Callable[..., Any], scores: int, arrays: tuple[Any, ...]) -> Any:
-    """function(number, *arrays) of each head of each row, the first two axes: as many at a time as have blocks of
-    `scores` elements that fit in the cache together."""
+    """Compute function(number, *arrays) for each head of each batch row, the first two axes of `arrays`.
+
+    `scores` is the number of attention scores in one block; as many heads are computed at a time as have blocks that
+    fit in the CPU cache together. `number` counts heads over all rows, and dropout uses it as a seed.
+    """
     batch = jax.tree.leaves(arrays)[0].shape[:2]
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays)
     index = jnp.arange(batch[0] * batch[1], dtype=jnp.uint32)
@@ -133,58 +139,68 @@ def few_heads_at_a_time(function: Callable[..., Any], scores: int, arrays: tuple
 
 
 def each_row(function: Callable[..., Any], arrays: Any) -> Any:
-    """function(*arrays) of each row, the first axis: one after the other, or all at once."""
+    """Compute function(*arrays) for each index of the first axis: in a loop, or all at once with vmap."""
     if target().rows_in_sequence:
         return lax.map(lambda row: function(*row), arrays)
     return jax.vmap(function)(*arrays)
 
 
 def transposed_copy(a: Array) -> Array:
-    """aᵀ as the left operand of a matmul. CPU kernels run at half speed on a transposed view, so it becomes an array of
-    its own. With few cores a loop takes some rows at a time, as many as stay in the nearest cache whatever their
-    stride: up to three times as fast as XLA's transpose.
+    """Transpose a matmul's left operand into a new array: CPU kernels run at half speed on a transposed view.
+
+    With few cores, a loop transposes some rows at a time, few enough to stay in the L1 cache whatever their stride: up
+    to three times as fast as XLA's transpose.
     """
     if not target().transposed_copies:
         return a.T
     rows, columns = a.shape
     if a.size < SMALL or rows < PANEL or not target().panels:
         return lax.optimization_barrier(lax.optimization_barrier(a).T)
-    if a.dtype == jnp.bfloat16:  # as integers: XLA would widen the whole result, and round it again, in every iteration
+    # bf16 is transposed as integers: otherwise XLA would convert the whole result to f32 and back in every iteration.
+    if a.dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(transposed_copy(lax.bitcast_convert_type(a, jnp.uint16)), a.dtype)
 
     def body(i: Array, out: Array) -> Array:
-        at = jnp.minimum(i * PANEL, rows - PANEL)
-        return lax.dynamic_update_slice_in_dim(out, lax.dynamic_slice_in_dim(a, at, PANEL).T, at, 1)
+        start = jnp.minimum(i * PANEL, rows - PANEL)  # the last panel may overlap the one before
+        return lax.dynamic_update_slice_in_dim(out, lax.dynamic_slice_in_dim(a, start, PANEL).T, start, 1)
 
     return lax.fori_loop(0, -(-rows // PANEL), body, jnp.zeros((columns, rows), a.dtype))
 
 
 def transposed_right(a: Array) -> Array:
-    """aᵀ as the right operand of a matmul. In f32 kernels pack it from either side equally fast; the fast bf16 kernels
-    need it contiguous, and without them bf16 is no faster than f32."""
+    """Transpose the right operand of a matmul, into a new array only if it is bf16.
+
+    CPU kernels pack an f32 right operand equally fast from either layout. The fast bf16 kernels need it contiguous, and
+    without them bf16 is no faster than f32.
+    """
     return transposed_copy(a) if a.dtype == jnp.bfloat16 else a.T
 
 
 def materialise(a: Array) -> Array:
-    """`a` as an array of its own. Fused into the loop that reads it, a transpose or a slice of a bias would be computed
-    again for every element read."""
+    """Compute `a` before the operation that reads it, by a barrier against fusion.
+
+    Fused into its reader, a transpose or a slice of a bias would be recomputed for every element read.
+    """
     return lax.optimization_barrier(a) if target().separate_arrays else a
 
 
 def widen(a: Array) -> Array:
-    """An operand of a matmul of blocks, in f32 where the target has no such matmul in bf16."""
+    """Cast an operand of a matmul of blocks to f32 if the target has no kernel for it in bf16."""
     return a.astype(jnp.float32) if target().widen_bfloat16 else a
 
 
 def matmul_few_rows(x: Array, wt: Array) -> Array:
-    """x[R, D] · wtᵀ for few rows R and wt[F, D], in f32, as (wt · xᵀ)ᵀ: on a CPU up to twice as fast, because what the
-    kernel repacks is then x and not the weights. The barrier keeps XLA from swapping them back."""
+    """x[rows, D] · wtᵀ in f32 for few rows and wt[F, D], computed as (wt · xᵀ)ᵀ.
+
+    On CPUs this is up to twice as fast, because the kernel repacks its right operand: x instead of the weights.
+    """
+    # The barrier keeps XLA from swapping the operands back.
     product = jnp.dot(wt.astype(x.dtype), x.T, preferred_element_type=jnp.float32)
     return lax.optimization_barrier(product).T
 
 
 def matmul_transposed(x: Array, wt: Array) -> Array:
-    """x[..., D] · wtᵀ for wt[F, D], in f32: for few rows in the order that reads the weights once."""
+    """x[..., D] · wtᵀ in f32 for wt[F, D]; few rows go through `matmul_few_rows` if the target has `weights_first`."""
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) <= FEW and target().weights_first:
         return matmul_few_rows(rows, wt).reshape(*x.shape[:-1], -1)
@@ -192,11 +208,11 @@ def matmul_transposed(x: Array, wt: Array) -> Array:
 
 
 def write_after_read(index: Array, read: Array) -> Array:
-    """`index`, but known only when `read` is: a write there waits until `read` has been computed.
+    """Make `index` depend on `read`, so that a write at `index` waits until `read` has been computed.
 
-    A loop that reads a buffer and writes into it can then do so in place. Without the dependency XLA may order the
-    write first, and to keep what is still to be read it copies the whole buffer, at every step. The 0 that is added is
-    one that the compiler cannot know: nothing is both NaN and 0.
+    A loop that reads a buffer and writes to it can then do so in place. Without the dependency XLA may order the write
+    first, and then it copies the whole buffer at every step to keep the values that are still to be read.
     """
+    # Adds 0, which the compiler cannot know: no number is both NaN and 0.
     first = read.reshape(-1)[0]
     return index + (jnp.isnan(first) & (first == 0)).astype(index.dtype)

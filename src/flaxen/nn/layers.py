@@ -1,4 +1,4 @@
-"""Linear maps over axis tuples, embeddings, norms, the feed-forward network, dropout."""
+"""Linear maps over several axes, embeddings, norms, the feed-forward network, dropout."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ M = TypeVar("M")
 
 
 class Linear(nnx.Module):
-    """Contracts the last axes of x with a weight of shape [*inputs, *outputs]; the bias is optional, T5 has none."""
+    """A linear map: contracts the last axes of x with a weight of shape [*inputs, *outputs]; optional bias."""
 
     def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], std: float, bias: bool = False):
         self.weight = normal(*inputs, *outputs, std=std)
@@ -34,7 +34,7 @@ class Linear(nnx.Module):
 
 
 class LoRALinear(NamedTuple):
-    """A Linear and a low-rank addition to it: x · W + (x · down) · up."""
+    """A Linear with a low-rank update (LoRA): x · W + (x · down) · up."""
 
     linear: Linear
     down: Array  # [*inputs, r]
@@ -47,7 +47,7 @@ class LoRALinear(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class FewRows:
-    """A Linear laid out for few rows at a time: its weight as a matrix [outputs, inputs]."""
+    """A Linear laid out for inputs of few rows, as in decoding: its weight is a matrix [outputs, inputs]."""
 
     def __init__(self, matrix: Any, bias: Any, n_inputs: int, outputs: tuple[int, ...]):
         self.matrix, self.bias, self.n_inputs, self.outputs = matrix, bias, n_inputs, outputs
@@ -67,24 +67,28 @@ class FewRows:
 
 
 def for_few_rows(module: M) -> M:
-    """`module` with every Linear turned into a FewRows, where the target asks for it: worth its copy when many calls on
-    few rows follow."""
+    """Replace every Linear in `module` by a FewRows, if the target has `weights_first`.
+
+    It copies the weights, which pays off when many calls on few rows follow.
+    """
     if not target().weights_first:
         return module
 
-    def turn(node: Linear | Array) -> FewRows | Array:
+    def convert(node: Linear | Array) -> FewRows | Array:
         if not isinstance(node, Linear):
             return node
         w, n = node.weight[...], node.n_inputs
         matrix = materialise(w.reshape(math.prod(w.shape[:n]), -1).T)
         return FewRows(matrix, None if node.bias is None else node.bias[...], n, w.shape[n:])
 
-    return jax.tree.map(turn, module, is_leaf=lambda node: isinstance(node, Linear))
+    return jax.tree.map(convert, module, is_leaf=lambda node: isinstance(node, Linear))
 
 
 def lay_out(layers: M) -> tuple[M, ...] | None:
-    """The layers of a stack for decoding, each on its own and `for_few_rows`: made once, for all tokens to come. None
-    where the target asks for no layout: then the stack stays as it is, and is sliced where it is used."""
+    """Split a stack into layers laid out for decoding with `for_few_rows`, once for all tokens to come.
+
+    None if the target does not have `weights_first`: then the caller slices the stack where it uses a layer.
+    """
     return _lay_out(layers) if target().weights_first else None
 
 
@@ -94,7 +98,7 @@ def _lay_out(layers: M) -> tuple[M, ...]:
 
 
 class Embedding(nnx.Module):
-    """A table of vectors; also an output head, whose logits are x · tableᵀ."""
+    """An embedding table; also an output head, whose logits are x · tableᵀ."""
 
     def __init__(self, n: int, d: int, std: float):
         self.weight = normal(n, d, std=std)
@@ -103,12 +107,12 @@ class Embedding(nnx.Module):
         return jnp.take(self.weight[...], ids, axis=0)
 
     def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """In f32 whatever the compute dtype."""
+        """Logits of every row of the table, in f32 whatever the compute dtype."""
         return matmul_transposed(x, self.weight[...])
 
 
 class RMSNorm(nnx.Module):
-    """Scale to unit root mean square: no mean; the bias is optional. Statistics in f32, result in the asked dtype."""
+    """RMS norm with a weight and an optional bias. Statistics are computed in f32, the result has the given dtype."""
 
     def __init__(self, d: int, epsilon: float, scale: float = 1.0, bias: bool = False):
         self.weight = constant(d, value=scale)
@@ -116,12 +120,12 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
-        y = _weighted(unit_rms(x, self.epsilon), self.weight[...].astype(jnp.float32))
+        y = _multiply(unit_rms(x, self.epsilon), self.weight[...].astype(jnp.float32))
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(dtype)
 
 
 class LayerNorm(nnx.Module):
-    """Scale to mean 0 and variance 1, then by a weight and a bias. Statistics in f32, result in the asked dtype."""
+    """Layer norm with a weight and a bias. Statistics are computed in f32, the result has the given dtype."""
 
     def __init__(self, d: int, epsilon: float):
         self.weight = constant(d, value=1.0)
@@ -131,45 +135,48 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
         x = x.astype(jnp.float32)
         y = unit_rms(x - jnp.mean(x, axis=-1, keepdims=True), self.epsilon)
-        return (_weighted(y, self.weight[...].astype(jnp.float32)) + self.bias[...].astype(jnp.float32)).astype(dtype)
+        return (_multiply(y, self.weight[...].astype(jnp.float32)) + self.bias[...].astype(jnp.float32)).astype(dtype)
 
 
-# Both have gradients of their own, so that sums of products are products: see `dots`.
+# `unit_rms` and `_multiply` have custom gradients that compute their reductions as dot products, which XLA runs much
+# faster on CPUs than a multiplication and a sum: see `dots`.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unit_rms(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
-    """In f32."""
+    """Scale the last axis to root mean square 1, in f32."""
     return _unit_rms(x, epsilon)[0]
 
 
 def _unit_rms(x: Array, epsilon: float) -> tuple[Array, tuple[Array, Array]]:
     wide = x.astype(jnp.float32)
-    rate = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return wide * rate, (x, rate)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return wide * inverse, (x, inverse)
 
 
 def _unit_rms_backward(epsilon: float, residuals: tuple[Array, Array], g: Array) -> tuple[Array]:
-    x, rate = residuals
+    # With r = rsqrt(mean(x²) + epsilon): dx = r · (g - x · r² · (g · x) / D).
+    x, inverse = residuals
     wide = x.astype(jnp.float32)
-    shared = dots(g, wide)[..., None] * jnp.square(rate) / x.shape[-1]
-    return ((rate * (g - shared * wide)).astype(x.dtype),)
+    shared = dots(g, wide)[..., None] * jnp.square(inverse) / x.shape[-1]
+    return ((inverse * (g - shared * wide)).astype(x.dtype),)
 
 
 unit_rms.defvjp(_unit_rms, _unit_rms_backward)
 
 
 @jax.custom_vjp
-def _weighted(x: Float[Array, "*B D"], weight: Float[Array, "D"]) -> Float[Array, "*B D"]:
+def _multiply(x: Float[Array, "*B D"], weight: Float[Array, "D"]) -> Float[Array, "*B D"]:
     return x * weight
 
 
-_weighted.defvjp(
+_multiply.defvjp(
     lambda x, weight: (x * weight, (x, weight)),
     lambda xs, g: (g * xs[1], dots(g.reshape(-1, g.shape[-1]), xs[0].reshape(-1, g.shape[-1]), axis=0)),
 )
 
 
+# Activations by the names that Hugging Face configurations use; several names mean the same function.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -185,9 +192,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class MLP(nnx.Module):
-    """Two linear maps around an activation; with a gate, act(x·gate) ⊙ (x·wi).
+    """Feed-forward network: act(x·wi)·wo, or with a gate (act(x·gate) ⊙ (x·wi))·wo.
 
-    `std` are the initial standard deviations of the first and the last map; without them, of T5's times `factor`.
+    `std` holds the initial standard deviations of wi and wo; by default they are T5's times `factor`.
     """
 
     def __init__(
@@ -209,7 +216,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B D"], rate: float, key: Array | None, keep: bool = True
     ) -> Float[Array, "*B D"]:
-        """With `keep`, the backward finds the results of the first map; else it recomputes them."""
+        """With `keep`, the results of wi and gate are saved for the backward pass; otherwise it recomputes them."""
         act, mark = ACTIVATIONS[self.activation], save_for_backward if keep else (lambda y: y)
         h = mark(self.wi(x))
         h = act(h) if self.gate is None else act(mark(self.gate(x))) * h
@@ -217,7 +224,7 @@ class MLP(nnx.Module):
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
-    """Zero a share `rate` of x and scale up the rest; `key=None` means none."""
+    """Zero a fraction `rate` of x and scale up the rest; `key=None` means no dropout."""
     if key is None or rate == 0.0:
         return x
     index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
@@ -225,9 +232,10 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
 
 
 def keep_mask(key: Array, index: Array, rate: float) -> Array:
-    """True with probability 1 - rate, from a hash of (key, index).
+    """Dropout mask: True with probability 1 - rate, from a hash of (key, index).
 
-    Threefry would cost more than the layer it acts on; two rounds of a 32-bit mixer fuse into the consumer.
+    JAX's own generator, threefry, would cost more than the layer that dropout acts on. Two rounds of a 32-bit integer
+    hash fuse into the operation that uses the mask.
     """
     words = jax.random.key_data(key).astype(jnp.uint32).reshape(-1)
     bits = _mix(_mix(index ^ words[0]) + words[1])
@@ -235,7 +243,7 @@ def keep_mask(key: Array, index: Array, rate: float) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    """The 'lowbias32' integer hash."""
+    """The integer hash 'lowbias32'."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

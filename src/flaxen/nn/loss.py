@@ -1,4 +1,8 @@
-"""Cross-entropy that never holds all logits: rows in chunks, gradients made while the logits are at hand."""
+"""Chunked cross-entropy: logits are computed for a chunk of rows at a time and never exist all at once.
+
+Under differentiation the forward pass also computes the gradients, while the logits of a chunk are in memory, so the
+backward pass does not have to recompute them.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -10,16 +14,16 @@ from jaxtyping import Float, Int
 
 from flaxen.nn.hardware import materialise, transposed_right
 
-# Elements of logits alive at a time. 2^23 keeps a 32k vocabulary to 260 rows (32 MB) without slowing its products;
-# below 128 rows the head's gradient would be read and written too often.
+# Logits in memory at a time: 2^23 are 260 rows of a 32k vocabulary (32 MB in f32), enough for fast matmuls. A chunk has
+# at least 128 rows: with fewer, reading and writing the head's gradient in every chunk would take too long.
 CHUNK_ELEMENTS, CHUNK_ROWS = 2**23, 128
 
 
 class Sums(NamedTuple):
-    """Weighted sums over tokens; they add across chunks, batches and hosts."""
+    """Weighted sums over tokens, which can be added up over chunks, batches and hosts."""
 
     loss: Float[Array, ""]
-    correct: Float[Array, ""]
+    correct: Float[Array, ""]  # weight of the tokens whose label has the highest logit
     weight: Float[Array, ""]
 
 
@@ -33,11 +37,15 @@ def cross_entropy(
     chunk: int | None = None,
     bias: Float[Array, "V"] | None = None,
 ) -> Sums:
-    """Sum over rows of weight · -log softmax(hidden · headᵀ + bias)[label], with label smoothing and z_loss · lse²."""
+    """Sum over rows of weight · -log softmax(hidden · headᵀ + bias)[label], with label smoothing and z-loss.
+
+    Label smoothing spreads that fraction of the target probability evenly over the vocabulary. The z-loss adds
+    z_loss · lse², with the log-sum-exp of the logits, which keeps logits from growing.
+    """
     rows, vocab = hidden.shape[0], head.shape[0]
     chunk = min(rows, chunk or max(CHUNK_ROWS, CHUNK_ELEMENTS // vocab))
     n = -(-rows // chunk)
-    chunk = -(-rows // n)  # equal chunks
+    chunk = -(-rows // n)  # equal chunks; padded rows have weight 0
     pad = n * chunk - rows
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(n, chunk, -1)
     labels = jnp.pad(labels, (0, pad)).reshape(n, chunk)
@@ -49,15 +57,16 @@ def cross_entropy(
 def _chunk(
     hidden: Array, head_t: Array, bias: Array | None, labels: Array, weights: Array, coefficients: tuple[float, float]
 ) -> tuple[Array, Array, Array, Array]:
-    """The sums of one chunk, and what its gradient needs: the logits and their log-sum-exp."""
+    """Loss and correct predictions of one chunk, and the logits and their log-sum-exp, which its gradient needs."""
     label_smoothing, z_loss = coefficients
     logits = jnp.dot(hidden, head_t, preferred_element_type=jnp.float32)
     logits = logits if bias is None else logits + bias
     lse = jax.nn.logsumexp(logits, axis=-1)
+    # The loss is lse minus the expected logit under the target distribution: the label's, or smoothed with the mean.
     gold = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     target = gold if label_smoothing == 0.0 else (1.0 - label_smoothing) * gold + label_smoothing * logits.mean(axis=-1)
     loss = jnp.sum(weights * (lse - target + z_loss * jnp.square(lse)))
-    # A label that ties with another logit for the maximum counts as correct: no argmax, one pass less.
+    # A label that ties with another logit for the maximum counts as correct. This needs no argmax, so one pass less.
     correct = jnp.sum(weights * (gold >= logits.max(axis=-1)))
     return loss, correct, logits, lse
 
@@ -66,6 +75,7 @@ def _chunk(
 def _sums(
     hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, coefficients: tuple[float, float]
 ) -> tuple[Array, Array]:
+    """Loss and correct predictions without gradients; `_forward` replaces it under differentiation."""
     head_t = transposed_right(head)
 
     def body(carry: tuple[Array, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
@@ -79,26 +89,28 @@ def _sums(
 def _forward(
     hidden: Array, head: Array, bias: Array | None, labels: Array, weights: Array, coefficients: tuple[float, float]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
+    """The sums, and as residuals the complete gradients, computed chunk by chunk while the logits are in memory."""
     label_smoothing, z_loss = coefficients
     vocab, head_t = len(head), transposed_right(head)
 
     def body(carry: tuple, xs: tuple[Array, Array, Array]) -> tuple[tuple, Array]:
-        total, right, dhead, dbias = carry
+        loss_sum, correct_sum, dhead, dbias = carry
         rows, labels, weights = xs
         loss, correct, logits, lse = _chunk(rows, head_t, bias, labels, weights, coefficients)
+        # dlogits = weight · ((1 + 2 · z_loss · lse) · softmax(logits) - target distribution)
         slope = weights * (1.0 + 2.0 * z_loss * lse)
         dlogits = slope[:, None] * jnp.exp(logits - lse[:, None])
-        hit = jnp.arange(vocab) == labels[:, None]
+        is_label = jnp.arange(vocab) == labels[:, None]
         dlogits = dlogits - weights[:, None] * jnp.where(
-            hit, 1.0 - label_smoothing + label_smoothing / vocab, label_smoothing / vocab
+            is_label, 1.0 - label_smoothing + label_smoothing / vocab, label_smoothing / vocab
         )
         dbias = None if bias is None else dbias + dlogits.sum(axis=0)
         dlogits = dlogits.astype(rows.dtype)
         drows = jnp.einsum("TV,VD->TD", dlogits, head, preferred_element_type=jnp.float32)
-        # Kept as [D, V]: rowsᵀ is a small copy, dlogitsᵀ would be a large one (see nn/matmul.py).
+        # Accumulated as [D, V]: rowsᵀ is a small copy, dlogitsᵀ would be a large one (see nn/matmul.py).
         rows_t = materialise(rows.T)
         dhead = dhead + jnp.einsum("DT,TV->DV", rows_t, dlogits, preferred_element_type=jnp.float32)
-        return (total + loss, right + correct, dhead, dbias), drows.astype(rows.dtype)
+        return (loss_sum + loss, correct_sum + correct, dhead, dbias), drows.astype(rows.dtype)
 
     start = (
         jnp.zeros(()),
@@ -113,6 +125,7 @@ def _forward(
 def _backward(
     coefficients: tuple[float, float], residuals: tuple[Array, Array, Array | None], g: tuple[Array, Array]
 ) -> tuple[Array, Array, Array | None, None, None]:
+    """Scale the gradients of `_forward` by the incoming one. The count of correct predictions has no gradient."""
     dhidden, dhead, dbias = residuals
     scaled = (g[0].astype(dhidden.dtype) * dhidden, g[0].astype(dhead.dtype) * dhead)
     return *scaled, None if dbias is None else g[0] * dbias, None, None

@@ -1,4 +1,4 @@
-"""The matrix product of the library: operands in the compute dtype, sums in f32, a backward made for CPUs too."""
+"""The matrix product of all linear layers: operands in the compute dtype, f32 accumulation, CPU-friendly gradients."""
 
 import math
 from functools import partial
@@ -13,11 +13,11 @@ from flaxen.nn.hardware import transposed_copy, transposed_right
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def contract(x: Array, w: Array, n: int) -> Array:
-    """The last n axes of x with the first n of w, computed and returned in x's dtype with f32 accumulation.
+    """Contract the last n axes of x with the first n of w, in x's dtype with f32 accumulation.
 
-    It takes w in its own shape: a reshaped copy would be saved for the backward, once per layer.
+    w is passed in its own shape and reshaped inside, so that the backward pass saves w and not a reshaped copy of it.
     """
-    rows, matrix = _flat(x, w, n)
+    rows, matrix = _flatten(x, w, n)
     return _dot(rows, matrix, x.dtype).reshape(*x.shape[: x.ndim - n], *w.shape[n:])
 
 
@@ -27,10 +27,10 @@ def _forward(x: Array, w: Array, n: int) -> tuple[Array, tuple[Array, Array]]:
 
 def _backward(n: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, w = residuals
-    rows, matrix = _flat(x, w, n)
+    rows, matrix = _flatten(x, w, n)
     grads = g.reshape(len(rows), -1)
     dx = _dot(grads, transposed_right(matrix), x.dtype)
-    # dw = rowsᵀ · grads. Transpose the narrower of the two: it is the cheaper copy.
+    # dw = rowsᵀ · grads, or the transpose of gradsᵀ · rows. Transpose the narrower operand: the copy is cheaper.
     if matrix.shape[0] <= matrix.shape[1]:
         dw = _dot(transposed_copy(rows), grads, jnp.float32)
     else:
@@ -42,13 +42,17 @@ contract.defvjp(_forward, _backward)
 
 
 def dots(a: Array, b: Array, axis: int = -1) -> Array:
-    """Sums of products over the first or the last axis, in f32: to XLA a product too. What it makes of a multiplication
-    and a sum takes 5 to 15 times as long on a CPU."""
+    """Dot products over the first or the last axis, in f32.
+
+    Written as an einsum, which XLA compiles to a matmul: a multiplication followed by a sum takes 5 to 15 times as long
+    on a CPU.
+    """
     rule = {0: "D...,D...->...", -1: "...D,...D->..."}[axis]
     return jnp.einsum(rule, a, b, precision="highest", preferred_element_type=jnp.float32)
 
 
-def _flat(x: Array, w: Array, n: int) -> tuple[Array, Array]:
+def _flatten(x: Array, w: Array, n: int) -> tuple[Array, Array]:
+    """x and w as matrices, with the n contracted axes merged into one; w in x's dtype."""
     inner = math.prod(w.shape[:n])
     return x.reshape(-1, inner), w.reshape(inner, -1).astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Positions: T5's relative ones, whose distances fall into buckets with a bias per head; and sinusoids."""
+"""Positions: T5's relative position bias, with one learned bias per bucket of distances and head; and sinusoids."""
 
 import math
 
@@ -13,7 +13,9 @@ from flaxen.nn.param import normal
 def relative_bucket(
     distance: Int[Array, "*R"], bidirectional: bool, n_buckets: int, max_distance: int
 ) -> Int[Array, "*R"]:
-    """The bucket of distance = key position - query position: exact when near, logarithmic up to max_distance."""
+    """T5's bucket of distance = key position - query position: exact if near, logarithmic up to max_distance."""
+    # A bidirectional encoder uses the upper half of the buckets for keys after the query. A decoder sees no such keys,
+    # so it uses all buckets for the past.
     side = jnp.zeros_like(distance)
     if bidirectional:
         n_buckets //= 2
@@ -22,14 +24,15 @@ def relative_bucket(
     else:
         distance = jnp.maximum(-distance, 0)
     exact = n_buckets // 2
-    # Past `exact`, buckets grow geometrically. The clip keeps log away from 0 where its branch is not taken.
+    # Half of the buckets hold one distance each; beyond `exact`, bucket widths grow geometrically up to max_distance.
+    # The maximum keeps log away from 0 at near distances, whose logarithm is not used.
     ratio = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(max_distance / exact)
     far = exact + (ratio * (n_buckets - exact)).astype(jnp.int32)
     return side + jnp.where(distance < exact, distance, jnp.minimum(far, n_buckets - 1))
 
 
 class RelativeBias(nnx.Module):
-    """One bias per bucket and head: of a stack, or of each of its layers."""
+    """T5's relative position bias: one number per bucket and head, for a whole stack or (umT5) for one layer."""
 
     def __init__(self, n_heads: int, n_buckets: int, max_distance: int, bidirectional: bool, std: float):
         self.weight = normal(n_buckets, n_heads, std=std)
@@ -37,14 +40,14 @@ class RelativeBias(nnx.Module):
         self.bidirectional = bidirectional
 
     def __call__(self, distance: Int[Array, "*R"]) -> Float[Array, "N *R"]:
-        """The bias at each distance, in f32."""
+        """The bias of every head at each distance (key - query), in f32."""
         table = self.weight[...].astype(jnp.float32)
         ids = relative_bucket(distance, self.bidirectional, table.shape[0], self.max_distance)
         return jnp.moveaxis(table[ids], -1, 0)
 
 
 def sinusoids(positions: Int[Array, "*T"], width: int, wavelength: float) -> Float[Array, "*T D"]:
-    """Sines, then cosines, of each position at width / 2 frequencies from 1 down to 1 / wavelength, in f32."""
+    """Sinusoidal positions: sines, then cosines, at width / 2 frequencies from 1 down to 1 / wavelength, in f32."""
     frequencies = 1 / wavelength ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
