@@ -13,6 +13,7 @@ ALLOWED = {
     "tree": set(),
     "errors": set(),
     "malloc": set(),
+    "host": {"malloc"},
     "atomic": set(),
     "metrics": {"errors"},
     "nn": {"tree"},

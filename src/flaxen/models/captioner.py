@@ -78,7 +78,7 @@ class Captioner(nnx.Module):
         pixels: Float[Array, "B C height width"],
         labels: Int[Array, "B T"],
         *,
-        label_smoothing: float = 0.0,
+        smoothing: float = 0.0,
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
@@ -87,7 +87,7 @@ class Captioner(nnx.Module):
         filled = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
         source = self.encode(pixels, keys[0])
-        return self.decoder.loss(shifted, labels, source, label_smoothing=label_smoothing, z_loss=z_loss, key=keys[1])
+        return self.decoder.loss(shifted, labels, source, smoothing=smoothing, z_loss=z_loss, key=keys[1])
 
 
 def join(encoder: vit.Config, decoder: gpt2.Config) -> Config:

@@ -171,7 +171,7 @@ class GPT2(nnx.Module):
         labels: Int[Array, "B T"],
         source: Float[Array, "B S D"] | None = None,
         *,
-        label_smoothing: float = 0.0,
+        smoothing: float = 0.0,
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
@@ -180,7 +180,7 @@ class GPT2(nnx.Module):
         weights = (labels >= 0).astype(jnp.float32).reshape(-1)
         labels = jnp.maximum(labels, 0).reshape(-1)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        sums = cross_entropy(flat, self.output_head.weight[...], labels, weights, label_smoothing, z_loss)
+        sums = cross_entropy(flat, self.output_head.weight[...], labels, weights, smoothing, z_loss)
         return sums.loss / jnp.maximum(sums.weight, 1.0), sums
 
     @property

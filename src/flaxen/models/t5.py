@@ -283,7 +283,7 @@ class T5(nnx.Module):
         valid: Mask | None = None,
         target_segments: Int[Array, "B T"] | None = None,
         *,
-        label_smoothing: float = 0.0,
+        smoothing: float = 0.0,
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
@@ -300,7 +300,7 @@ class T5(nnx.Module):
         hidden = self.decode(shifted, encoded, valid, keys[1], target_segments)
         flat = hidden.reshape(-1, hidden.shape[-1])
         sums = cross_entropy(
-            flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), label_smoothing, z_loss
+            flat, self.output_head.weight[...], labels.reshape(-1), weights.reshape(-1), smoothing, z_loss
         )
         return sums.loss / jnp.maximum(sums.weight, 1.0), sums
 
