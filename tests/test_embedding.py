@@ -126,7 +126,7 @@ def test_sentence_t5_equals_sentence_transformers(sentence_t5: tuple[SentenceTra
     assert Embedder(one).length == 40
     theirs = model.encode(TEXTS)
     assert theirs.shape == (4, 24)
-    with pytest.warns(UserWarning, match="1 of 4 texts were cut to 40 tokens"):
+    with pytest.warns(UserWarning, match="1 of 4 texts were truncated to 40 tokens"):
         close(one.embed(TEXTS), theirs)
     raw = model.encode(TEXTS[:2], output_value="token_embeddings")
     for ours, state in zip(one.embed(TEXTS[:2], "none"), raw, strict=True):
@@ -178,7 +178,7 @@ def test_the_encoder_in_a_folder_of_its_own_tanh_and_a_prompt(copy: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = SentenceTransformer(str(copy), device="cpu").encode(TEXTS[:3])
-    with pytest.warns(UserWarning, match="2 of 3 texts were cut to 10 tokens"):
+    with pytest.warns(UserWarning, match="2 of 3 texts were truncated to 10 tokens"):
         close(flaxen.load(copy).embed(TEXTS[:3]), theirs)
 
 
@@ -221,7 +221,7 @@ def test_length_cuts_and_keeps_the_end_token(encoder: Path) -> None:
     one = flaxen.load(encoder)
     assert Embedder(one).length is None  # ByT5's tokenizer has no limit
     ids = one.tokenizer.encode("abcdefgh")
-    with pytest.warns(UserWarning, match="1 of 2 texts were cut to 5 tokens"):
+    with pytest.warns(UserWarning, match="1 of 2 texts were truncated to 5 tokens"):
         found = one.embed(["abcdefgh", "ab"], length=5)
     np.testing.assert_allclose(found[0], one.embed([[*ids[:4], ids[-1]]])[0], rtol=0, atol=1e-6)
 
@@ -239,7 +239,7 @@ def test_wrong_inputs_are_refused(encoder: Path, t5_reference: Reference) -> Non
         one.embed([[5], []])
     with pytest.raises(InputError, match="wrap it in a list"):
         one.embed([5, 6])
-    with pytest.raises(InputError, match="no tokenizer files"):
+    with pytest.raises(InputError, match="no tokenizer"):
         flaxen.load(t5_reference.directory).embed("text")
     from flaxen.models.gpt2 import Config
 

@@ -291,7 +291,7 @@ def test_nothing_is_made_up(text: Path) -> None:
     run(*train("more", *start, "--model.fields", "block=8", "--training.steps", "1"))
     tokenizer = Path("run/model/tokenizer_config.json")
     tokenizer.write_text(tokenizer.read_text().replace('"extra_ids": 0', '"extra_ids": 4'))
-    fails(("generate", "run/model", "--text", "a"), "the tokenizer has 263 ids and the model only 259")
+    fails(("generate", "run/model", "--text", "a"), "the tokenizer has 263 ids, but the model only 259")
     Path("run/model/model.safetensors").unlink()
     fails(("generate", "run/model", "--text", "a"), "model.safetensors")
     assert config["model_type"] == "transformer_vq"

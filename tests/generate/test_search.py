@@ -163,7 +163,7 @@ def test_new_length_within_a_bucket_does_not_recompile(t5_reference: Reference) 
 
 
 def test_cross_attention_keys_are_stored_once_per_input(t5_reference: Reference) -> None:
-    """The state of four beams holds output copy of the encoder's keys and values."""
+    """The state of four beams holds one copy of the encoder's keys and values."""
     pretrained = flaxen.load(t5_reference.directory)
     inputs = (jnp.full((2, 16), 5, jnp.int32), jnp.ones((2, 16), bool))
     options = flaxen.Options(num_beams=4)
@@ -173,7 +173,7 @@ def test_cross_attention_keys_are_stored_once_per_input(t5_reference: Reference)
 
 
 def test_preparing_shares_the_models_arrays(t5_reference: Reference) -> None:
-    """A prepared decoder holds the model's own arrays; only on a CPU it adds transposed copies of decoder weights."""
+    """A prepared decoder holds the model's own arrays; only on a CPU it adds a second layout of the decoder."""
     model = flaxen.load(t5_reference.directory).model
     for platform, has_layout in (("cpu", True), ("tpu", False)):
         with hardware.compile_for(platform):

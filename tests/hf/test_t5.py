@@ -195,7 +195,7 @@ def test_presets_survive_their_own_config_json() -> None:
 def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     make_reference("t5-1.0", tmp_path / "model")  # 97 ids
     transformers.ByT5Tokenizer().save_pretrained(tmp_path / "model")  # 384 ids
-    with pytest.raises(InputError, match="tokenizer has 384 ids and the model only 97"):
+    with pytest.raises(InputError, match="tokenizer has 384 ids, but the model only 97"):
         flaxen.load(tmp_path / "model")
 
 

@@ -98,7 +98,7 @@ def test_halves_of_another_kind_are_refused() -> None:
 def test_wrong_shapes_of_pixels_are_refused(tmp_path: Path) -> None:
     make_pair(tmp_path)
     loaded = flaxen.load(tmp_path)
-    with pytest.raises(InputError, match=r"expected pixels of shape \(pictures, 3, 32, 32\), got \(2, 3, 16, 16\)"):
+    with pytest.raises(InputError, match=r"expected pixels of shape \(images, 3, 32, 32\), got \(2, 3, 16, 16\)"):
         loaded.generate(pixels(2, 16))
     with pytest.raises(InputError, match=r"no preprocessor_config\.json"):
         loaded.generate(["a.jpg"])

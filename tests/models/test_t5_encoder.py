@@ -136,7 +136,7 @@ def test_the_table_by_its_other_name_and_what_is_left_of_a_decoder(tmp_path: Pat
 def test_an_encoder_says_what_it_cannot_do(tmp_path: Path) -> None:
     make_encoder("T5", tmp_path / "a")
     one = flaxen.load(tmp_path / "a")
-    with pytest.raises(InputError, match="a T5 encoder generates nothing by itself"):
+    with pytest.raises(InputError, match="a T5 encoder cannot generate text by itself"):
         one.generate([[5]])
     with pytest.raises(InputError, match="a T5 encoder has no output head"):
         one.logits([[5]], [[0]])
