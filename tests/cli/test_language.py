@@ -78,7 +78,7 @@ def test_from_a_file_to_text(text: Path) -> None:
     fails(("generate", "run/model", "--memory", "memory.npz"), "holds no memory")
     np.save("memory.npy", np.zeros(3))
     fails(("generate", "run/model", "--memory", "memory.npy"), "holds no memory")
-    fails(("generate", "run", "--text", "a"), "do you mean run/model?")
+    fails(("generate", "run", "--text", "a"), "did you mean run/model?")
     shown = run("preview", "language", *FIELDS, *DATA).out
     assert "one " in shown or "two " in shown
     assert "sentinels" not in shown
@@ -194,7 +194,7 @@ def test_pictures(text: Path) -> None:
         (("2", "--out", "x", "--num-beams", "2"), "--num-beams is not for pictures"),
         (("2", "--out", "x", "--no-do-sample"), "--no-do-sample is not for pictures"),
         (("2", "--out", "x", "--json"), "--json is not for --sample-images"),
-        (("2", "--out", "pictures.npy"), "exists and is no directory with grid.png"),
+        (("2", "--out", "pictures.npy"), "already exists and is not a directory with grid.png"),
     ):
         fails((*drawing, *flags), message)
     assert not Path("x").exists()

@@ -91,7 +91,7 @@ def test_files_go_both_ways(changes: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_halves_of_another_kind_are_refused() -> None:
-    with pytest.raises(InputError, match="the encoder has model_type 'swin'; supported: 'vit'"):
+    with pytest.raises(InputError, match="the model_type of the encoder must be 'vit', got 'swin'"):
         hf_captioner.read_config({"encoder": {"model_type": "swin"}, "decoder": {"model_type": "gpt2"}}, None)
 
 
