@@ -43,11 +43,10 @@ class Options:
     num_return_sequences: int = 1
     """Number of outputs per input: the best beams, or independent samples."""
     length_penalty: float | None = None
-    """Exponent of the length that divides beam scores (sums of log-probabilities); above 0 favours longer outputs.
-    Default: 1."""
+    """Exponent of the length by which beam scores are divided; above 0 favours longer outputs. Default: 1."""
     early_stopping: bool | Literal["never"] | None = None
-    """When beam search stops: once num_beams beams have finished (True), when a better one is unlikely (False), or only
-    when a better one is impossible ('never'). Default: False."""
+    """Stop once num_beams beams have finished (True), a better one is unlikely (False), or impossible ('never').
+    Default: False."""
     do_sample: bool = False
     """Sample tokens instead of taking the most likely one."""
     seed: int = 0
@@ -61,8 +60,7 @@ class Options:
     min_p: float | None = None
     """Sample among tokens at least this fraction as likely as the most likely one, 0 to 1. Default: off."""
     nucleus: float | None = None
-    """Nucleus sampling by the rule of the original Transformer-VQ: top-p with p - 0.0001, so that even 1 cuts off a
-    tail. Default: off."""
+    """Top-p by the rule of the original Transformer-VQ: p - 0.0001, so that even 1 cuts off a tail. Default: off."""
     repetition_penalty: float | None = None
     """Penalty on tokens that already occurred: above 1 makes them less likely. Default: off."""
     no_repeat_ngram_size: int = 0

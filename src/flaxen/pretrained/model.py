@@ -56,9 +56,7 @@ class Pretrained:
 
     model: Any
     tokenizer: Tokenizer | None = None
-    generation: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # generation_config.json: defaults of `generate`
+    generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json
     processor: ImageProcessor | None = None  # preprocessor_config.json: how images become pixels
     modules: Modules | None = None  # sentence-transformers modules: pooling and dense layers of `embed`
 
