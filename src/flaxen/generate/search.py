@@ -235,7 +235,7 @@ def _top_candidates(
     """Find the k largest scores of each row, with their beams and tokens; among equal scores the first ones win.
 
     The k largest lie in the k chunks of `size` scores that have the largest maxima, so only these chunks are sorted:
-    a top-k over all G·V scores would be much slower.
+    a top-k over all G·V scores would be slower.
     """
     b, g, v = scores.shape
     n, full = -(-v // size), v // size * size  # chunks per beam; scores in full chunks

@@ -12,7 +12,7 @@ from typing import Any
 from flaxen.atomic import sync
 from flaxen.errors import InputError, did_you_mean
 
-# Files to download from the hub, and to identify a checkpoint by.
+# Files that make up a checkpoint; others are not downloaded from the hub.
 WANTED = ["*.json", "*.safetensors", "spiece.model", "*.txt"]
 
 

@@ -89,7 +89,7 @@ def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: 
         row = by_path[path]
         if not row.stacked:
             return jnp.asarray(row.load(tensors[row.theirs], leaf).astype(dtype))
-        # Fill one layer at a time, so that only one copy of the stack is in memory.
+        # Convert layer by layer into place: stacking converted layers would need twice the memory.
         array = np.empty(leaf.shape, dtype)
         for i, name in enumerate(row.files(leaf)):
             array[i] = row.load(tensors[name], leaf)

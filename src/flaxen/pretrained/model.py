@@ -197,7 +197,7 @@ class Pretrained:
         return memories.remember(self, prompt, memory)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Convert prompts to lists of token ids; raise an error for ids out of range and for empty prompts."""
+        """Convert prompts to lists of token ids; raise an error if there is nothing to generate from."""
         return self.prompts.encode(prompts)
 
     def pixels(self, images: Any) -> np.ndarray:

@@ -49,7 +49,7 @@ class PromptReader:
             yield rows, (*inputs, None) if rule.carries else inputs
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Convert prompts to token ids; raise an error for ids out of range and prompts with only special tokens."""
+        """Convert prompts to token ids; raise an error if one has nothing to generate from."""
         return [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(self.as_list(prompts))]
 
     def as_list(self, prompts: Prompts) -> list[Any]:
