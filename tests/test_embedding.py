@@ -1,4 +1,4 @@
-"""Embeddings: equal to transformers' and to sentence-transformers', whatever the batch."""
+"""Embeddings equal those of transformers and sentence-transformers, in any batch."""
 
 import json
 import warnings
@@ -25,7 +25,7 @@ TEXTS = [
     "",
     "One text that is a good deal longer than the others of its batch.",
 ]
-TOLERANCE = 2e-5  # of the largest value
+TOLERANCE = 2e-5  # relative to the largest value
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sentence_t5(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SentenceTransformer, Path]:
-    """As sentence-T5 and GTR are: mean pooling, a linear layer without bias, length 1; texts are cut."""
+    """A model like sentence-T5 and GTR: mean pooling, a dense layer without bias, normalisation, a length limit."""
     directory = tmp_path_factory.mktemp("sentence") / "model"
     torch.manual_seed(1)
     with warnings.catch_warnings():
@@ -61,7 +61,7 @@ def close(ours: np.ndarray, theirs: np.ndarray) -> None:
 
 
 def torch_states(directory: Path) -> list[np.ndarray]:
-    """[T, D] of each text, one by one: no padding."""
+    """Hidden states [T, D] of each text, computed one by one without padding."""
     model = transformers.T5EncoderModel.from_pretrained(directory).eval()
     tokenizer = transformers.ByT5Tokenizer()
     with torch.no_grad():
@@ -69,18 +69,18 @@ def torch_states(directory: Path) -> list[np.ndarray]:
 
 
 def test_every_pooling_equals_transformers(encoder: Path) -> None:
-    one, states = flaxen.load(encoder), torch_states(encoder)
-    close(one.embed(TEXTS), np.stack([state.mean(axis=0) for state in states]))
-    close(one.embed(TEXTS, "max"), np.stack([state.max(axis=0) for state in states]))
-    close(one.embed(TEXTS, "first"), np.stack([state[0] for state in states]))
-    np.testing.assert_array_equal(one.embed(TEXTS, "cls"), one.embed(TEXTS, "first"))
-    for ours, theirs in zip(one.embed(TEXTS, "none"), states, strict=True):
+    pretrained, states = flaxen.load(encoder), torch_states(encoder)
+    close(pretrained.embed(TEXTS), np.stack([state.mean(axis=0) for state in states]))
+    close(pretrained.embed(TEXTS, "max"), np.stack([state.max(axis=0) for state in states]))
+    close(pretrained.embed(TEXTS, "first"), np.stack([state[0] for state in states]))
+    np.testing.assert_array_equal(pretrained.embed(TEXTS, "cls"), pretrained.embed(TEXTS, "first"))
+    for ours, theirs in zip(pretrained.embed(TEXTS, "none"), states, strict=True):
         close(ours, theirs)
     means = np.stack([state.mean(axis=0) for state in states])
-    close(one.embed(TEXTS, normalise=True), means / np.linalg.norm(means, axis=1, keepdims=True))
+    close(pretrained.embed(TEXTS, normalise=True), means / np.linalg.norm(means, axis=1, keepdims=True))
 
 
-def test_a_whole_t5_embeds_with_its_encoder(byt5: Path) -> None:
+def test_full_t5_embeds_with_its_encoder(byt5: Path) -> None:
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(byt5).eval()
     ids = transformers.ByT5Tokenizer()("A text")["input_ids"]
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_a_whole_t5_embeds_with_its_encoder(byt5: Path) -> None:
     np.testing.assert_array_equal(flaxen.load(byt5).embed([ids]), flaxen.load(byt5).embed("A text"))
 
 
-def test_an_adapter_of_peft_is_added(encoder: Path, tmp_path: Path) -> None:
+def test_peft_adapter_is_merged(encoder: Path, tmp_path: Path) -> None:
     import peft
 
     base = transformers.T5EncoderModel.from_pretrained(encoder).eval()
@@ -105,42 +105,42 @@ def test_an_adapter_of_peft_is_added(encoder: Path, tmp_path: Path) -> None:
     assert np.abs(ours - flaxen.load(encoder).embed("A text")[0]).max() > 0.01
 
 
-def test_bfloat16_follows_float32(encoder: Path) -> None:
+def test_bfloat16_is_close_to_float32(encoder: Path) -> None:
     low, exact = (flaxen.load(encoder, dtype=dtype).embed(TEXTS) for dtype in ("bfloat16", "float32"))
     assert low.dtype == np.float32
     assert np.abs(low - exact).max() < 0.05 * np.abs(exact).max()
 
 
-def test_neither_padding_nor_batches_change_an_embedding(encoder: Path) -> None:
-    one = flaxen.load(encoder)
-    expected = np.concatenate([one.embed(text) for text in TEXTS * 3])
+def test_embedding_does_not_depend_on_padding_or_batch(encoder: Path) -> None:
+    pretrained = flaxen.load(encoder)
+    expected = np.concatenate([pretrained.embed(text) for text in TEXTS * 3])
     for batch_size in (1, 3, 5, 16):
-        found = one.embed(TEXTS * 3, batch_size=batch_size)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    assert one.embed([]).shape == (0, 32)
+        embeddings = pretrained.embed(TEXTS * 3, batch_size=batch_size)
+        np.testing.assert_allclose(embeddings, expected, rtol=0, atol=1e-6)
+    assert pretrained.embed([]).shape == (0, 32)
 
 
 def test_sentence_t5_equals_sentence_transformers(sentence_t5: tuple[SentenceTransformer, Path]) -> None:
     model, directory = sentence_t5
-    one = flaxen.load(directory)
-    assert Embedder(one).length == 40
+    pretrained = flaxen.load(directory)
+    assert Embedder(pretrained).length == 40
     theirs = model.encode(TEXTS)
     assert theirs.shape == (4, 24)
-    with pytest.warns(UserWarning, match="1 of 4 texts were cut to 40 tokens"):
-        close(one.embed(TEXTS), theirs)
+    with pytest.warns(UserWarning, match="1 of 4 texts were truncated to 40 tokens"):
+        close(pretrained.embed(TEXTS), theirs)
     raw = model.encode(TEXTS[:2], output_value="token_embeddings")
-    for ours, state in zip(one.embed(TEXTS[:2], "none"), raw, strict=True):
+    for ours, state in zip(pretrained.embed(TEXTS[:2], "none"), raw, strict=True):
         close(ours, state.numpy())
-    free = np.linalg.norm(one.embed(TEXTS[:2], normalise=False), axis=1)
-    assert np.abs(free - 1).max() > 0.01
+    norms = np.linalg.norm(pretrained.embed(TEXTS[:2], normalise=False), axis=1)
+    assert np.abs(norms - 1).max() > 0.01
 
 
-def test_sentence_t5_survives_a_round_trip(sentence_t5: tuple[SentenceTransformer, Path], tmp_path: Path) -> None:
+def test_sentence_t5_round_trip_is_exact(sentence_t5: tuple[SentenceTransformer, Path], tmp_path: Path) -> None:
     model, directory = sentence_t5
-    one = flaxen.load(directory)
-    one.save(tmp_path / "ours")
-    two = flaxen.load(tmp_path / "ours")
-    np.testing.assert_array_equal(two.embed(TEXTS[:2]), one.embed(TEXTS[:2]))
+    pretrained = flaxen.load(directory)
+    pretrained.save(tmp_path / "ours")
+    reloaded = flaxen.load(tmp_path / "ours")
+    np.testing.assert_array_equal(reloaded.embed(TEXTS[:2]), pretrained.embed(TEXTS[:2]))
     np.testing.assert_array_equal(
         load_file(tmp_path / "ours" / "2_Dense" / "model.safetensors")["linear.weight"],
         load_file(directory / "2_Dense" / "model.safetensors")["linear.weight"],
@@ -153,7 +153,7 @@ def test_sentence_t5_survives_a_round_trip(sentence_t5: tuple[SentenceTransforme
 
 @pytest.fixture
 def copy(sentence_t5: tuple[SentenceTransformer, Path], tmp_path: Path) -> Path:
-    """A directory that a test may change, with modules.json as older versions wrote it."""
+    """A directory that a test may modify, with modules.json in the format of older versions."""
     flaxen.load(sentence_t5[1]).save(tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -162,14 +162,15 @@ def edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_the_encoder_in_a_folder_of_its_own_tanh_and_a_prompt(copy: Path) -> None:
+def test_encoder_subfolder_tanh_max_pooling_and_default_prompt(copy: Path) -> None:
+    """A layout unlike our own: the encoder in a subfolder, a Tanh activation, max pooling, and a default prompt."""
     listed = json.loads((copy / "modules.json").read_text())
     listed[0]["path"] = "0_Transformer"
     (copy / "modules.json").write_text(json.dumps(listed))
     edit(copy / "2_Dense" / "config.json", activation_function="torch.nn.modules.activation.Tanh")
     edit(copy / "1_Pooling" / "config.json", pooling_mode_mean_tokens=False, pooling_mode_max_tokens=True)
-    says = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
-    (copy / "config_sentence_transformers.json").write_text(json.dumps(says))
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (copy / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     edit(copy / "sentence_bert_config.json", max_seq_length=10)
     (copy / "0_Transformer").mkdir()
     for path in list(copy.iterdir()):
@@ -178,12 +179,12 @@ def test_the_encoder_in_a_folder_of_its_own_tanh_and_a_prompt(copy: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = SentenceTransformer(str(copy), device="cpu").encode(TEXTS[:3])
-    with pytest.warns(UserWarning, match="2 of 3 texts were cut to 10 tokens"):
+    with pytest.warns(UserWarning, match="2 of 3 texts were truncated to 10 tokens"):
         close(flaxen.load(copy).embed(TEXTS[:3]), theirs)
 
 
 @pytest.mark.parametrize(
-    ("file", "fields", "words"),
+    ("file", "fields", "message"),
     [
         ("1_Pooling", {"pooling_mode_weightedmean_tokens": True}, r"pooling mean \+ weightedmean is not supported"),
         ("1_Pooling", {"pooling_mode": "lasttoken"}, "pooling lasttoken is not supported; supported: one of mean"),
@@ -195,14 +196,14 @@ def test_the_encoder_in_a_folder_of_its_own_tanh_and_a_prompt(copy: Path) -> Non
     ],
     ids=str,
 )
-def test_modules_that_we_do_not_compute(copy: Path, file: str, fields: dict, words: str) -> None:
+def test_unsupported_module_settings_are_rejected(copy: Path, file: str, fields: dict, message: str) -> None:
     edit(copy / ("sentence_bert_config.json" if file == "." else f"{file}/config.json"), **fields)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=message):
         flaxen.load(copy)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "words"),
+    ("kinds", "message"),
     [
         (["Transformer", "Pooling", "CNN"], "module 'CNN' is not supported"),
         (["Transformer", "Dense", "Pooling"], "expected the modules Transformer, Pooling"),
@@ -210,36 +211,36 @@ def test_modules_that_we_do_not_compute(copy: Path, file: str, fields: dict, wor
     ],
     ids=str,
 )
-def test_module_lists_that_we_do_not_compute(copy: Path, kinds: list[str], words: str) -> None:
+def test_unsupported_module_lists_are_rejected(copy: Path, kinds: list[str], message: str) -> None:
     entries = [{"idx": i, "name": str(i), "path": "", "type": f"x.{kind}"} for i, kind in enumerate(kinds)]
     (copy / "modules.json").write_text(json.dumps(entries))
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=message):
         flaxen.load(copy)
 
 
-def test_length_cuts_and_keeps_the_end_token(encoder: Path) -> None:
-    one = flaxen.load(encoder)
-    assert Embedder(one).length is None  # ByT5's tokenizer has no limit
-    ids = one.tokenizer.encode("abcdefgh")
-    with pytest.warns(UserWarning, match="1 of 2 texts were cut to 5 tokens"):
-        found = one.embed(["abcdefgh", "ab"], length=5)
-    np.testing.assert_allclose(found[0], one.embed([[*ids[:4], ids[-1]]])[0], rtol=0, atol=1e-6)
+def test_truncated_text_keeps_its_end_token(encoder: Path) -> None:
+    pretrained = flaxen.load(encoder)
+    assert Embedder(pretrained).length is None  # ByT5's tokenizer has no limit
+    ids = pretrained.tokenizer.encode("abcdefgh")
+    with pytest.warns(UserWarning, match="1 of 2 texts were truncated to 5 tokens"):
+        embeddings = pretrained.embed(["abcdefgh", "ab"], length=5)
+    np.testing.assert_allclose(embeddings[0], pretrained.embed([[*ids[:4], ids[-1]]])[0], rtol=0, atol=1e-6)
 
 
-def test_wrong_inputs_are_refused(encoder: Path, t5_reference: Reference) -> None:
-    one = flaxen.load(encoder)
-    for given, words in (
+def test_invalid_inputs_are_rejected(encoder: Path, t5_reference: Reference) -> None:
+    pretrained = flaxen.load(encoder)
+    for given, message in (
         ({"pooling": "median"}, "pooling must be one of mean, first, cls, max, none, got 'median'"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"length": 0}, "length must be at least 1"),
     ):
-        with pytest.raises(InputError, match=words):
-            one.embed(["a"], **given)
+        with pytest.raises(InputError, match=message):
+            pretrained.embed(["a"], **given)
     with pytest.raises(InputError, match="text 1 has no ids"):
-        one.embed([[5], []])
+        pretrained.embed([[5], []])
     with pytest.raises(InputError, match="wrap it in a list"):
-        one.embed([5, 6])
-    with pytest.raises(InputError, match="no tokenizer files"):
+        pretrained.embed([5, 6])
+    with pytest.raises(InputError, match="no tokenizer"):
         flaxen.load(t5_reference.directory).embed("text")
     from flaxen.models.gpt2 import Config
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and what must never be imported."""
+"""Import rules: which package may import which, and which dependencies are never imported."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "flaxen"
-# Each package and what it may import of flaxen, beside itself.
+# Package of flaxen -> other packages of flaxen that it may import.
 ALLOWED = {
     "tree": set(),
     "errors": set(),
@@ -47,6 +47,7 @@ ALLOWED = {
 
 
 def imports(path: Path) -> set[str]:
+    """Return the names of all modules that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -57,19 +58,19 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_direction(path: Path) -> None:
+def test_imports_follow_the_layering(path: Path) -> None:
     home = path.relative_to(SOURCE).parts[0].removesuffix(".py").replace("__init__", "")
     used = imports(path)
-    ours = {[*name.split("."), ""][1] for name in used if name.split(".")[0] == "flaxen" and name != "flaxen"}
+    internal = {[*name.split("."), ""][1] for name in used if name.split(".")[0] == "flaxen" and name != "flaxen"}
     if path.name == "vq.py" and home == "hf":
-        ours.discard("pretrained")  # which load_original returns, and imports when it is called
-    assert ours <= ALLOWED[home] | {home}
+        internal.discard("pretrained")  # load_original returns a Pretrained, and imports it when called
+    assert internal <= ALLOWED[home] | {home}
     assert not {name.split(".")[0] for name in used} & {"torch", "transformers", "tensorflow"}
     if home == "data":
         assert not any(name.split(".")[0] in ("jax", "flax") for name in used)
 
 
-def test_help_and_data_import_nothing_heavy() -> None:
+def test_help_and_data_import_no_heavy_packages() -> None:
     script = "import flaxen, flaxen.cli.main, flaxen.data.tokenizers, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     heavy = {

@@ -1,4 +1,4 @@
-"""Used as a library, Flaxen leaves its host process as it was: JAX settings, loggers, hooks, signals, environment."""
+"""As a library, Flaxen does not change global state: JAX settings, loggers, hooks, signals, environment."""
 
 import os
 import subprocess
@@ -56,17 +56,17 @@ with closing(Run(Path("run"), {}, {})) as run:
     initial = initialise(T5(config), 0)
     flaxen.train.loop.train(run, stepper, T5(config), lambda: initial, [], lambda model, path: None, quiet=True)
 after = snapshot()
-for one in (before, after):  # as one table
+for one in (before, after):  # flatten to one table
     for kind in [kind for kind in one if isinstance(one[kind], dict)]:
         one |= {f"{kind} {name}": value for name, value in one.pop(kind).items()}
-new_loggers = {name for name in after if name.startswith("loggers ") and name not in before}  # their makers' business
+new_loggers = {name for name in after if name.startswith("loggers ") and name not in before}  # from other packages
 changed = {name: (before.get(name), value) for name, value in after.items() if value != before.get(name)}
 print(json.dumps({name: both for name, both in changed.items() if name not in new_loggers}))
 """
 
 
-def test_nothing_of_the_host_process_changes(tmp_path: Path) -> None:
-    """Load, generate, stream, save, and train with checkpoints: the `flaxen` command alone changes its process."""
+def test_library_does_not_change_its_host_process(tmp_path: Path) -> None:
+    """Load, generate, stream, save, and train with checkpoints. Only the `flaxen` command may change its process."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, cwd=tmp_path, env=env

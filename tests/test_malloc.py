@@ -1,4 +1,4 @@
-"""What the process does with memory that was freed."""
+"""malloc settings: the process reuses memory that was freed."""
 
 import os
 import subprocess
@@ -10,32 +10,33 @@ PROGRAM = """
 import os, resource, threading
 from flaxen.malloc import restart_with_tuned_malloc
 restart_with_tuned_malloc()
-kept = "GLIBC_TUNABLES" in os.environ
+tuned = "GLIBC_TUNABLES" in os.environ
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    thread = threading.Thread(target=lambda: b"x" * 2**28)  # 256 MB; XLA's buffers are taken by threads too
+    thread = threading.Thread(target=lambda: b"x" * 2**28)  # 256 MB; XLA also allocates in threads
     thread.start()
     thread.join()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
-print(kept, faults())
+print(tuned, faults())
 """
 
 
 def run(**settings: str) -> tuple[str, int]:
+    """Run PROGRAM with these environment variables; return whether malloc was tuned, and the number of page faults."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))} | settings
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
-    kept, faults = done.stdout.split()
-    return kept, int(faults)
+    tuned, faults = done.stdout.split()
+    return tuned, int(faults)
 
 
-def test_freed_memory_is_used_again_by_any_thread():
-    """The program starts once more for that, unless malloc was told otherwise in the environment."""
-    kept, few = run()
-    left, many = run(MALLOC_ARENA_MAX="2")
-    assert left == "False"
-    if kept == "False":
-        pytest.skip("this C library cannot be told")
+def test_freed_memory_is_reused_by_any_thread():
+    """The program restarts itself with tuned settings, unless the environment already has settings of malloc."""
+    tuned, few = run()
+    untouched, many = run(MALLOC_ARENA_MAX="2")
+    assert untouched == "False"
+    if tuned == "False":
+        pytest.skip("this C library has no such settings")
     if many < 1000:
-        pytest.skip("its pages are huge")
+        pytest.skip("huge pages are always on, so there are few page faults")
     assert few < many / 10

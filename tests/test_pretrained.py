@@ -1,4 +1,4 @@
-"""What a person does with a loaded model, and what goes wrong."""
+"""The public methods of `Pretrained`, and their errors."""
 
 import resource
 import subprocess
@@ -16,78 +16,78 @@ from flaxen.errors import InputError
 from flaxen.models.t5 import Config
 
 
-def test_text_in_text_out(byt5: Path, tmp_path: Path) -> None:
+def test_generate_from_text_returns_text(byt5: Path, tmp_path: Path) -> None:
     pretrained = flaxen.load(byt5)
-    (one,) = pretrained.generate("Grüße, 世界", max_new_tokens=7)
-    assert one.text == pretrained.tokenizer.decode(one.tokens)
-    assert len(one.tokens) == len(one.logprobs) <= 7
+    (output,) = pretrained.generate("Grüße, 世界", max_new_tokens=7)
+    assert output.text == pretrained.tokenizer.decode(output.tokens)
+    assert len(output.tokens) == len(output.logprobs) <= 7
     pretrained.save(tmp_path / "saved")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs("Grüße").input_ids == pretrained.tokenizer.encode("Grüße")
 
 
-def test_stream_is_generate_piece_by_piece(byt5: Path) -> None:
+def test_streamed_pieces_join_to_the_text_of_generate(byt5: Path) -> None:
     pretrained = flaxen.load(byt5)
     for options in ({}, {"do_sample": True, "seed": 3}):
         pieces = list(pretrained.stream("Hello", max_new_tokens=12, **options))
-        (whole,) = pretrained.generate("Hello", max_new_tokens=12, **options)
-        assert "".join(pieces) == whole.text
+        (output,) = pretrained.generate("Hello", max_new_tokens=12, **options)
+        assert "".join(pieces) == output.text
     with pytest.raises(InputError, match="one sequence"):
         list(pretrained.stream("Hello", num_beams=2))
 
 
 @pytest.mark.parametrize(
-    ("prompts", "words"),
+    ("prompts", "message"),
     [
         ([""], "prompt 0 is empty"),
-        (["fine", "</s>"], "prompt 1 holds only special tokens"),
+        (["fine", "</s>"], "prompt 1 has only special tokens"),
         (["<pad></s><pad>"], "only special tokens"),
         ([[]], "prompt 0 is empty"),
-        ([[5, 6], [0, 1]], "prompt 1 holds only special tokens"),
-        ([[5, 384]], "id 384 is not in 0 … 383"),
-        ([[5, -1]], "id -1 is not in"),
+        ([[5, 6], [0, 1]], "prompt 1 has only special tokens"),
+        ([[5, 384]], "ids must be between 0 and 383, got 384"),
+        ([[5, -1]], "ids must be between 0 and 383, got -1"),
         ([5, 6], "wrap it in a list"),
         ([[0.5]], "integer ids"),
     ],
     ids=str,
 )
-def test_prompts_that_cannot_be(byt5: Path, prompts: list, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_invalid_prompts_are_rejected(byt5: Path, prompts: list, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         flaxen.load(byt5).generate(prompts)
 
 
-def test_no_prompts_no_outputs(byt5: Path) -> None:
+def test_empty_list_of_prompts_gives_no_outputs(byt5: Path) -> None:
     assert flaxen.load(byt5).generate([]) == []
 
 
-def test_logits_check_their_input(t5_reference: Reference) -> None:
+def test_invalid_arguments_are_rejected(t5_reference: Reference) -> None:
     pretrained = flaxen.load(t5_reference.directory)
-    with pytest.raises(InputError, match="id 97 is not in 0 … 96"):
+    with pytest.raises(InputError, match="input_ids: ids must be between 0 and 96, got 97"):
         pretrained.logits([[97]], [[0]])
     with pytest.raises(InputError, match="differ in length"):
         pretrained.logits([[5, 6], [7]], [[0], [0]])
-    with pytest.raises(InputError, match="they must be equal"):
+    with pytest.raises(InputError, match="valid must have the shape of input_ids"):
         pretrained.logits([[5, 6]], [[0]], [[True]])
-    with pytest.raises(InputError, match="no tokenizer files"):
+    with pytest.raises(InputError, match="no tokenizer"):
         pretrained.generate("text")
-    with pytest.raises(InputError, match="token id 97 in the options"):
+    with pytest.raises(InputError, match="token ids in options must be between 0 and 96, got 97"):
         pretrained.generate([[5]], bad_words_ids=[[97]])
     with pytest.raises(InputError, match="dtype and compute must be one of"):
         flaxen.load(t5_reference.directory, dtype="float16")
 
 
-def test_created_models_generate_and_save(tmp_path: Path) -> None:
+def test_created_model_round_trips_through_save(tmp_path: Path) -> None:
     from flaxen.models.t5 import Config
 
     tiny = Config(vocab_size=40, d_model=16, d_head=4, d_ff=24, n_layers=1, n_decoder_layers=1, n_heads=4)
-    one = flaxen.create(tiny, seed=3)
-    one.save(tmp_path / "tiny")
-    two = flaxen.load(tmp_path / "tiny")
-    np.testing.assert_array_equal(one.logits([[5, 6]], [[0, 7]]), two.logits([[5, 6]], [[0, 7]]))
+    created = flaxen.create(tiny, seed=3)
+    created.save(tmp_path / "tiny")
+    loaded = flaxen.load(tmp_path / "tiny")
+    np.testing.assert_array_equal(created.logits([[5, 6]], [[0, 7]]), loaded.logits([[5, 6]], [[0, 7]]))
 
 
-def test_a_full_disk_leaves_nothing(byt5: Path, tmp_path: Path) -> None:
-    """A limit on file size stands in for the full disk: writing fails halfway through the weights."""
+def test_save_to_a_full_disk_leaves_nothing(byt5: Path, tmp_path: Path) -> None:
+    """A file size limit stands in for the full disk: writing fails halfway through the weights."""
     script = (
         "import resource, signal, sys, flaxen\n"
         "pretrained = flaxen.load(sys.argv[1])\n"
@@ -107,13 +107,13 @@ def test_a_full_disk_leaves_nothing(byt5: Path, tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_a_model_changed_in_place_is_laid_out_again() -> None:
-    """Weights laid out for decoding are kept between calls, and must not outlive the weights."""
+def test_decoder_is_rebuilt_when_weights_change_in_place() -> None:
+    """The weights laid out for decoding are cached between calls; a change of the weights invalidates them."""
     config = Config(vocab_size=50, d_model=16, d_head=4, d_ff=16, n_layers=1, n_decoder_layers=1, n_heads=2)
-    one, other = (flaxen.create(config, seed=seed) for seed in (0, 1))
+    first, second = (flaxen.create(config, seed=seed) for seed in (0, 1))
     prompt = [[5, 6, 7]]
-    before, wanted = (made.generate(prompt, max_new_tokens=6)[0].tokens for made in (one, other))
-    prepared = one.decoder
-    assert one.decoder is prepared
-    nnx.update(one.model, nnx.state(other.model))
-    assert one.generate(prompt, max_new_tokens=6)[0].tokens == wanted != before
+    before, expected = (model.generate(prompt, max_new_tokens=6)[0].tokens for model in (first, second))
+    prepared = first.decoder
+    assert first.decoder is prepared
+    nnx.update(first.model, nnx.state(second.model))
+    assert first.generate(prompt, max_new_tokens=6)[0].tokens == expected != before

@@ -1,4 +1,4 @@
-"""Recipes are what they say: their headers are complete, and the command of a header gives their settings."""
+"""Recipes: headers are complete, and the command in a header has the settings of the recipe."""
 
 import re
 import shlex
@@ -19,21 +19,21 @@ each = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 
 
 def header(path: Path) -> dict[str, str]:
-    """What the comment at the top says under each title; indented lines go on with the one before."""
-    found: dict[str, str] = {}
+    """Parse the comment at the top into title -> text; indented lines continue the previous one."""
+    sections: dict[str, str] = {}
     title = ""
     for line in path.read_text().split("\n\n[")[0].splitlines():
-        if begins := re.fullmatch(r"# (\w+) {2,}(\S.*)", line):
-            title = begins[1]
-            found[title] = begins[2]
+        if match := re.fullmatch(r"# (\w+) {2,}(\S.*)", line):
+            title = match[1]
+            sections[title] = match[2]
         elif title and line.startswith("#   "):
-            found[title] += " " + line.removeprefix("#").strip()
+            sections[title] += " " + line.removeprefix("#").strip()
         else:
             title = ""
-    return found
+    return sections
 
 
-def test_there_are_recipes() -> None:
+def test_expected_recipes_exist() -> None:
     assert {
         "t5-small",
         "byt5-small",
@@ -52,22 +52,22 @@ def test_header_is_complete(path: Path) -> None:
 
 
 @each
-def test_reads_as_settings(path: Path, tmp_path: Path) -> None:
-    whole = tmp_path / path.name
-    whole.write_text(f'out = "run"\n{path.read_text()}')  # a recipe leaves it to the command
+def test_recipe_is_valid_settings(path: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / path.name
+    recipe.write_text(f'out = "run"\n{path.read_text()}')  # required, but a recipe leaves it to the command line
     task = header(path)["command"].split()[2]
-    settings = read(TASKS[task].settings, whole)
+    settings = read(TASKS[task].settings, recipe)
     assert settings.model.preset or settings.model.init
     assert settings.training.steps or settings.training.epochs
 
 
 @each
-def test_command_of_the_header_gives_its_settings(path: Path) -> None:
+def test_command_in_the_header_has_the_recipes_settings(path: Path) -> None:
     program, *flags = shlex.split(header(path)["command"])
     assert program == "flaxen"
     command = [sys.executable, "-m", "flaxen.cli.main", *flags, "--print-config"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    printed, written = flat(tomllib.loads(found)), flat(tomllib.loads(path.read_text()))
+    config = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed, written = flat(tomllib.loads(config)), flat(tomllib.loads(path.read_text()))
     assert {name: printed[name] for name in written} == written
     assert printed["data.train"]
     assert printed["out"]

@@ -1,4 +1,4 @@
-"""Paths of leaves."""
+"""Dotted leaf paths of models."""
 
 from flaxen.models.t5 import T5, Config
 from flaxen.nn.param import initialise

@@ -1,4 +1,7 @@
-"""Flaxen: T5, mT5 and ByT5 in JAX. Load a Hugging Face checkpoint, generate, save it back."""
+"""Flaxen: T5, LongT5, ViT + GPT-2 captioning and Transformer-VQ in JAX.
+
+Load a Hugging Face checkpoint, generate text or embeddings, train, and save it back.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +17,13 @@ _HOME = {
     "create": "flaxen.pretrained",  # a Config -> Pretrained with random weights
     "Pretrained": "flaxen.pretrained",  # .logits .generate .stream .embed .save
     "Generated": "flaxen.pretrained",  # .text .tokens .logprobs .score .index
-    "Options": "flaxen.generate.options",  # what .generate can be asked for
-    "InputError": "flaxen.errors",  # a wrong file, option or prompt
+    "Options": "flaxen.generate.options",  # options of Pretrained.generate and .stream
+    "InputError": "flaxen.errors",  # an invalid file, option or prompt
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `flaxen --help` must not wait for JAX."""
+    """Import a public name on first use, so that `flaxen --help` does not wait for JAX."""
     if name in _HOME:
         import importlib
 

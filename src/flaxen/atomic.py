@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic file writes: a file appears under its name complete, or not at all."""
 
 import os
 import uuid
@@ -10,33 +10,33 @@ from typing import TextIO
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[TextIO]:
-    """A text file that takes its name, and the place of an older one, when the block has succeeded."""
-    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    """Open a temporary text file that is renamed to `path` when the block succeeds, and deleted when it fails."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        with fresh.open("w", encoding="utf-8") as file:
+        with partial.open("w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
+        partial.replace(path)
     finally:
-        fresh.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """A file of these bytes, in the place of an older one; all of it or nothing."""
-    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    """Write a file atomically, replacing an existing one."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        with fresh.open("wb") as file:
+        with partial.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
+        partial.replace(path)
     finally:
-        fresh.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """To the disk, so that a power cut after a rename finds full files."""
+    """Flush a file or directory to disk, so that a power failure after a rename cannot leave empty files."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,7 @@
-"""One record per model family: what the library knows of an architecture is here, or reached from here.
+"""Registry of model families: one record per architecture, with its config, presets, checkpoint format and decoder.
 
-A new family is a model file, a Hugging Face table and a record in `FAMILIES`. Nothing else asks what class a model is.
+To add a family, write a model file and a Hugging Face weight table, then add a record to `FAMILIES`. No other code
+branches on the class of a model.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
-from flaxen.errors import InputError, did_you_mean
+from flaxen.errors import InputError, unknown
 from flaxen.hf import captioner as hf_captioner
 from flaxen.hf import gpt2 as hf_gpt2
 from flaxen.hf import t5 as hf_t5
@@ -25,41 +26,41 @@ from flaxen.nn.param import with_config
 
 @dataclass(frozen=True)
 class Prompting:
-    """How prompts become the inputs of a model."""
+    """How a family turns prompts into model inputs."""
 
     reads: Literal["text", "image"] = "text"
-    continues: bool = False  # the output continues the prompt, which may be empty and is padded at the left
-    starts: bool = False  # a text begins with the start token, as every text did in training
-    specials: bool = True  # a special token spelled out in a prompt is that token
-    carries: bool = False  # a state can come with a prompt
-    position_limit: Callable[[Any], int | None] = lambda config: None  # of prompt and output together
+    continues: bool = False  # decoder-only: the output continues the prompt, which may be empty and is left-padded
+    starts: bool = False  # prepend the start token to a text, as in training
+    specials: bool = True  # parse special tokens spelled out in a prompt, such as "</s>"
+    carries: bool = False  # a prompt can continue from a stored recurrent state
+    position_limit: Callable[[Any], int | None] = lambda config: None  # maximum length of prompt plus output
 
 
 @dataclass(frozen=True)
 class Family:
-    """Everything that differs from architecture to architecture."""
+    """Everything that is specific to one architecture."""
 
-    name: str  # as people write it
-    model_types: tuple[str, ...]  # of config.json
+    name: str  # display name
+    model_types: tuple[str, ...]  # values of model_type in config.json
     model: Callable[[Any], Any]  # Config -> abstract model
     config: type
     presets: Mapping[str, Any]
     format: Format
-    flops: Callable[..., float]  # (config, lengths …) -> operations of the matmuls of one forward pass
-    architectures: tuple[str, ...] = ()  # of config.json, where model_type alone does not tell
+    flops: Callable[..., float]  # (config, lengths …) -> FLOPs of the matmuls in one forward pass
+    architectures: tuple[str, ...] = ()  # in config.json, where model_type alone is ambiguous
     encode: Callable[..., Any] | None = None  # (model, ids, valid) -> hidden states [B, S, D]; None: no embeddings
-    tasks: tuple[str, ...] = ()  # that train it
-    language: Any = None  # its tasks.language.LanguageModel, if it is trained as one
-    decoder: Any = None  # its generate.search.Decoder; None if it generates nothing
+    tasks: tuple[str, ...] = ()  # training tasks that support it
+    language: Any = None  # its tasks.language.LanguageModel, if it is trained as a language model
+    decoder: Any = None  # its generate.search.Decoder; None if it cannot generate
     prompting: Prompting = field(default_factory=Prompting)
     peft_task: str | None = None  # PEFT's task_type
-    bytes: Callable[[], Tokenizer] = ByteTokenizer  # what the tokenizer `bytes` is for it
-    byte_presets: str | None = None  # presets whose names begin so take `bytes` unless told otherwise
-    changeable: tuple[str, ...] = ()  # fields that change no result: a checkpoint can be run with others
-    parts: tuple["Family", ...] = ()  # the families of its halves
-    join: Callable[..., Any] | None = None  # the configs of the halves -> Config
-    with_config: Callable[[Any, Any], Any] = with_config  # (model, config) -> the same weights with that config
-    reader: Callable[..., Any] | None = None  # (model, ids, state) -> the state after reading them
+    bytes: Callable[[], Tokenizer] = ByteTokenizer  # the tokenizer that `--tokenizer bytes` selects
+    byte_presets: str | None = None  # presets with this name prefix use `bytes` by default
+    changeable: tuple[str, ...] = ()  # config fields that do not affect results, so they may differ from a checkpoint's
+    parts: tuple["Family", ...] = ()  # families of its encoder and decoder, if each is a model of its own
+    join: Callable[..., Any] | None = None  # configs of the parts -> Config
+    with_config: Callable[[Any, Any], Any] = with_config  # (model, config) -> same weights, new config
+    reader: Callable[..., Any] | None = None  # (model, ids, state) -> state after reading ids
 
 
 T5 = Family(
@@ -139,7 +140,7 @@ TRANSFORMER_VQ = Family(
     tasks=("language",),
     language=vq_language,
     decoder=VQDecoder,
-    # It was trained on texts as they are, where "</s>" is four characters.
+    # Trained on raw text, in which "</s>" is four ordinary characters.
     prompting=Prompting(continues=True, starts=True, specials=False, carries=True),
     bytes=ByteTokenizer.plain,
     byte_presets="vq",
@@ -151,45 +152,48 @@ PRESETS: dict[str, Any] = {name: config for family in FAMILIES for name, config 
 
 
 def of_config(config: Any) -> Family:
-    """The family that a configuration belongs to."""
+    """Return the family of a configuration, by its type."""
     return next(family for family in FAMILIES if family.config is type(config))
 
 
 def of_model(model: Any) -> Family:
+    """Return the family of a model, by the type of its configuration."""
     return of_config(model.config)
 
 
 def of_json(json: dict[str, Any], where: Any) -> Family:
-    """The family that a config.json names: of several with its model_type, the one that names its architecture."""
+    """Return the family of a config.json: by model_type first, then by `architectures` where several share it."""
     kind, classes = json.get("model_type", "t5"), json.get("architectures") or ()
-    found = [family for family in FAMILIES if kind in family.model_types]
-    named = [family for family in found if set(classes) & set(family.architectures)]
-    if found:
-        return (named or found)[0]
-    known = ", ".join(dict.fromkeys(name for family in FAMILIES for name in family.model_types))
-    raise InputError(f"{where}: model_type {kind!r}; supported: {known}")
+    candidates = [family for family in FAMILIES if kind in family.model_types]
+    exact = [family for family in candidates if set(classes) & set(family.architectures)]
+    if candidates:
+        return (exact or candidates)[0]
+    supported = ", ".join(dict.fromkeys(name for family in FAMILIES for name in family.model_types))
+    raise InputError(f"{where}: model_type {kind!r} is not supported; supported: {supported}")
 
 
 def supporting(task: str) -> str:
-    """The families that a task can train, for messages."""
+    """Return the names of the families that a task can train, for error messages."""
     return ", ".join(family.name for family in FAMILIES if task in family.tasks)
 
 
 def joined(*parts: Any) -> Any:
-    """The configuration of the family whose halves have these configurations."""
+    """Combine the configurations of an encoder and a decoder into one, such as ViT and GPT-2 into a captioner."""
     kinds = tuple(map(of_config, parts))
     for family in FAMILIES:
         if family.parts and family.parts == kinds and family.join:
             return family.join(*parts)
     pairs = [" and a ".join(part.name for part in family.parts) for family in FAMILIES if family.parts]
-    raise InputError(f"no model is made of {' and '.join(f'a {kind.name}' for kind in kinds)}; known: a {pairs[0]}")
+    raise InputError(
+        f"{' and '.join(f'a {kind.name}' for kind in kinds)} cannot be combined into one model; supported: a {pairs[0]}"
+    )
 
 
 def preset(name: str) -> Any:
-    """The configuration of a preset; 'vit-…+gpt2-…' joins two."""
+    """Return the configuration of a preset; 'vit-…+gpt2-…' combines two into a captioner."""
     configs = []
     for part in name.split("+"):
         if part not in PRESETS:
-            raise InputError(f"no preset {part!r}{did_you_mean(part, PRESETS)}; there are {', '.join(PRESETS)}")
+            raise InputError(unknown("preset", part, PRESETS))
         configs.append(PRESETS[part])
     return configs[0] if len(configs) == 1 else joined(*configs)

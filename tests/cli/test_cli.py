@@ -60,7 +60,7 @@ def test_info(byt5: Path) -> None:
         (["generate", "{model}", "--text", "</s>"], 1, "only special tokens"),
         (["generate", "{model}", "--text", "x", "--temperature", "0.5"], 1, "do_sample"),
         (["generate", "{model}", "--text", "x", "--stream", "--json"], 1, "--stream"),
-        (["generate", "{tmp}/none", "--text", "x"], 1, "no directory"),
+        (["generate", "{tmp}/none", "--text", "x"], 1, "does not exist"),
         (["generate", "{tmp}", "--text", "x"], 1, "has no config.json"),
         (["generate", "{model}", "--file", "{tmp}/none.txt"], 1, "none.txt"),
         (["generate", "{model}", "--file", "{tmp}/bad.jsonl", "--out", "{tmp}/out"], 1, "line 2"),

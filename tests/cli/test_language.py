@@ -80,7 +80,7 @@ def test_train_evaluate_and_generate(text: Path) -> None:
     fails(("generate", "run/model", "--memory", "memory.npz"), "cannot read a memory")
     np.save("memory.npy", np.zeros(3))
     fails(("generate", "run/model", "--memory", "memory.npy"), "cannot read a memory")
-    fails(("generate", "run", "--text", "a"), "do you mean run/model?")
+    fails(("generate", "run", "--text", "a"), "did you mean run/model?")
     shown = run("preview", "language", *FIELDS, *DATA).out
     assert "one " in shown or "two " in shown
     assert "sentinels" not in shown
@@ -196,7 +196,7 @@ def test_pixel_models_train_and_sample_images(text: Path) -> None:
         (("2", "--out", "x", "--num-beams", "2"), "--num-beams cannot be combined with --sample-images"),
         (("2", "--out", "x", "--no-do-sample"), "--no-do-sample cannot be combined with --sample-images"),
         (("2", "--out", "x", "--json"), "--json cannot be combined with --sample-images"),
-        (("2", "--out", "pictures.npy"), "exists and is no directory with grid.png"),
+        (("2", "--out", "pictures.npy"), "already exists and is not a directory with grid.png"),
     ):
         fails((*drawing, *flags), message)
     assert not Path("x").exists()
@@ -293,7 +293,7 @@ def test_missing_or_mismatched_checkpoints_are_errors(text: Path) -> None:
     run(*train("more", *start, "--model.fields", "block=8", "--training.steps", "1"))
     tokenizer = Path("run/model/tokenizer_config.json")
     tokenizer.write_text(tokenizer.read_text().replace('"extra_ids": 0', '"extra_ids": 4'))
-    fails(("generate", "run/model", "--text", "a"), "the tokenizer has 263 ids and the model only 259")
+    fails(("generate", "run/model", "--text", "a"), "the tokenizer has 263 ids, but the model only 259")
     Path("run/model/model.safetensors").unlink()
     fails(("generate", "run/model", "--text", "a"), "model.safetensors")
     assert config["model_type"] == "transformer_vq"

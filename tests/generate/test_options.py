@@ -1,4 +1,4 @@
-"""An option is understood, or it is an error that helps."""
+"""Options are parsed and checked; errors name the option and what to do."""
 
 import pytest
 
@@ -7,25 +7,25 @@ from flaxen.generate.options import make_options
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"num_beam": 2}, "did you mean 'num_beams'"),
         ({"max_length": 20}, "max_new_tokens"),
         ({"penalty_alpha": 0.6}, "contrastive"),
         ({"guidance_scale": 2.0}, "guidance_scale"),
         ({"max_new_tokens": "5"}, "max_new_tokens must be int, got '5'"),
-        ({"max_new_tokens": 0}, "at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"max_new_tokens": True}, "must be int"),
         ({"temperature": 0.5}, "do_sample"),
         ({"top_k": 5}, "do_sample"),
         ({"length_penalty": 0.5}, "num_beams"),
         ({"early_stopping": "sometimes", "num_beams": 2}, "early_stopping"),
-        ({"min_new_tokens": 9, "max_new_tokens": 8}, "exceeds"),
-        ({"do_sample": True, "num_beams": 2}, "not supported"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens must be at most max_new_tokens=8, got 9"),
+        ({"do_sample": True, "num_beams": 2}, "cannot be combined"),
         ({"num_return_sequences": 3}, "num_return_sequences=3"),
         ({"num_return_sequences": 3, "num_beams": 2}, "num_beams=2"),
-        ({"do_sample": True, "temperature": 0.0}, "temperature"),
-        ({"do_sample": True, "top_p": 1.5}, "top_p"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"repetition_penalty": -1.0}, "repetition_penalty"),
         ({"bad_words_ids": [[]]}, "empty"),
         ({"bad_words_ids": [3]}, "bad_words_ids must be"),
@@ -33,12 +33,12 @@ from flaxen.generate.options import make_options
     ],
     ids=str,
 )
-def test_refuses(given: dict, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_invalid_options_are_rejected(given: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         make_options(given)
 
 
-def test_checkpoint_defaults_yield_to_the_call() -> None:
+def test_arguments_override_generation_config_defaults() -> None:
     file = {
         "max_length": 21,
         "num_beams": 4,
@@ -58,8 +58,8 @@ def test_checkpoint_defaults_yield_to_the_call() -> None:
         make_options({}, {"guidance_scale": 3.0})
 
 
-def test_static_part_forgets_numbers() -> None:
-    one = make_options({"do_sample": True, "temperature": 0.3, "max_new_tokens": 5, "seed": 1})
-    two = make_options({"do_sample": True, "temperature": 0.9, "max_new_tokens": 50, "seed": 2})
-    assert one.static() == two.static()
-    assert one.static() != make_options({"do_sample": True}).static()
+def test_static_options_do_not_depend_on_numeric_values() -> None:
+    first = make_options({"do_sample": True, "temperature": 0.3, "max_new_tokens": 5, "seed": 1})
+    second = make_options({"do_sample": True, "temperature": 0.9, "max_new_tokens": 50, "seed": 2})
+    assert first.static() == second.static()
+    assert first.static() != make_options({"do_sample": True}).static()

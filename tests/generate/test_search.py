@@ -1,4 +1,4 @@
-"""Generation against transformers' torch, live; and its own invariants."""
+"""Search equals transformers' (PyTorch, run live), and keeps its own invariants."""
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +18,30 @@ def prompts(vocab: int, n: int, seed: int = 0, longest: int = 40) -> list[list[i
 
 
 @pytest.mark.parametrize("beams", [1, 4])
-def test_fifty_inputs_give_torchs_tokens(reference: Reference, beams: int) -> None:
+def test_greedy_and_beam_search_equal_transformers(reference: Reference, beams: int) -> None:
     ids = prompts(reference.vocab, 50)
     theirs, scores = torch_generate(reference, ids, max_new_tokens=20, num_beams=beams)
     ours = flaxen.load(reference.directory).generate(ids, max_new_tokens=20, num_beams=beams)
-    assert [one.tokens for one in ours] == theirs
+    assert [output.tokens for output in ours] == theirs
     if beams > 1:
-        np.testing.assert_allclose([one.score for one in ours], scores, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose([output.score for output in ours], scores, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [3, 128, 129, 300, 1000])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_the_best_of_chunks_are_the_best_of_all(vocab: int, beams: int) -> None:
-    """Also among equal scores, and where most are impossible."""
+def test_chunked_top_k_equals_top_k(vocab: int, beams: int) -> None:
+    """Also with equal scores, and with rows that are mostly -inf."""
     draw = np.random.default_rng(vocab)
     scores = draw.integers(0, 40, (4, beams, vocab)).astype(np.float32)
     scores[1] = -np.inf
     scores[1, -1, -1] = scores[2, 0, 0] = 99.0
-    scores[3] = draw.permutation(beams * vocab).reshape(beams, vocab)  # all unlike
+    scores[3] = draw.permutation(beams * vocab).reshape(beams, vocab)  # all different
     k = min(8, beams * vocab)
-    apart = scores[3].reshape(-1)
-    apart[:: -(-beams * vocab // k)] += 2 * beams * vocab  # the best ones far from each other, in any order
+    row = scores[3].reshape(-1)
+    row[:: -(-beams * vocab // k)] += 2 * beams * vocab  # spread the k best ones over the chunks
     values, index = jax.lax.top_k(jnp.asarray(scores.reshape(4, -1)), k)
-    found, parents, tokens = search._best(jnp.asarray(scores), k)
-    np.testing.assert_array_equal(found, values)
+    totals, parents, tokens = search._top_candidates(jnp.asarray(scores), k)
+    np.testing.assert_array_equal(totals, values)
     possible = np.isfinite(values)
     np.testing.assert_array_equal((parents * vocab + tokens)[possible], index[possible])
     assert (np.asarray(tokens) < vocab).all()
@@ -71,56 +71,58 @@ def test_the_best_of_chunks_are_the_best_of_all(vocab: int, beams: int) -> None:
     ],
     ids=str,
 )
-def test_options_mean_what_they_mean_in_transformers(t5_reference: Reference, options: dict) -> None:
+def test_options_equal_transformers(t5_reference: Reference, options: dict) -> None:
     ids = prompts(t5_reference.vocab, 12, seed=1)
     options = {"max_new_tokens": 14, **options}
     theirs, scores = torch_generate(t5_reference, ids, **options)
     ours = flaxen.load(t5_reference.directory).generate(ids, **options)
-    assert [one.tokens for one in ours] == theirs
+    assert [output.tokens for output in ours] == theirs
     if scores:
-        np.testing.assert_allclose([one.score for one in ours], scores, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose([output.score for output in ours], scores, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_bad_words(t5_reference: Reference, beams: int) -> None:
-    """Ban what greedy search says: single tokens, pairs and triples of its own output."""
+def test_bad_words_equal_transformers(t5_reference: Reference, beams: int) -> None:
+    """Ban single tokens, pairs and triples that greedy search generates."""
     ids = prompts(t5_reference.vocab, 8, seed=2)
     pretrained = flaxen.load(t5_reference.directory)
-    said = [one.tokens for one in pretrained.generate(ids, max_new_tokens=10) if len(one.tokens) > 5]
-    words = [said[0][:1], said[1][:2], said[2][1:4], said[3][2:4], [1]]
+    greedy = [output.tokens for output in pretrained.generate(ids, max_new_tokens=10) if len(output.tokens) > 5]
+    words = [greedy[0][:1], greedy[1][:2], greedy[2][1:4], greedy[3][2:4], [1]]
     theirs, _ = torch_generate(t5_reference, ids, max_new_tokens=10, num_beams=beams, bad_words_ids=words)
     ours = pretrained.generate(ids, max_new_tokens=10, num_beams=beams, bad_words_ids=words)
-    assert [one.tokens for one in ours] == theirs
+    assert [output.tokens for output in ours] == theirs
     assert theirs != torch_generate(t5_reference, ids, max_new_tokens=10, num_beams=beams)[0]
 
 
-def test_batching_does_not_matter(t5_reference: Reference) -> None:
-    """A prompt has one output, alone or beside others, greedy, sampled or searched with beams."""
+def test_output_does_not_depend_on_the_batch(t5_reference: Reference) -> None:
+    """A prompt has the same output in any batch: with greedy search, beam search and sampling."""
     pretrained = flaxen.load(t5_reference.directory)
     ids = prompts(t5_reference.vocab, 7, seed=3)
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "seed": 5, "num_return_sequences": 2}):
-        one = pretrained.generate(ids, batch_size=8, max_new_tokens=9, **options)
-        other = pretrained.generate(ids, batch_size=4, max_new_tokens=9, **options)
-        assert [o.tokens for o in one] == [o.tokens for o in other]
-        assert [o.index for o in one] == sorted(o.index for o in one)
+        outputs = pretrained.generate(ids, batch_size=8, max_new_tokens=9, **options)
+        smaller = pretrained.generate(ids, batch_size=4, max_new_tokens=9, **options)
+        assert [o.tokens for o in outputs] == [o.tokens for o in smaller]
+        assert [o.index for o in outputs] == sorted(o.index for o in outputs)
 
 
-def test_logprobs_are_the_models_own(t5_reference: Reference) -> None:
-    """Teacher-forcing the output gives the reported log-probabilities, for every kind of search."""
+def test_logprobs_equal_teacher_forcing(t5_reference: Reference) -> None:
+    """For every kind of search the reported log-probabilities are the model's own, before processors."""
     pretrained = flaxen.load(t5_reference.directory)
     ids = prompts(t5_reference.vocab, 3, seed=4)
     kinds = ({}, {"num_beams": 3, "repetition_penalty": 1.3}, {"do_sample": True, "temperature": 1.5, "top_k": 0})
     for options in kinds:
-        for one in pretrained.generate(ids, max_new_tokens=8, **options):
-            logits = pretrained.logits([ids[one.index]], [[0, *one.tokens[:-1]]])[0]
-            expected = jax.nn.log_softmax(jnp.asarray(logits))[jnp.arange(len(one.tokens)), jnp.asarray(one.tokens)]
-            np.testing.assert_allclose(one.logprobs, expected, atol=2e-5)
+        for output in pretrained.generate(ids, max_new_tokens=8, **options):
+            logits = pretrained.logits([ids[output.index]], [[0, *output.tokens[:-1]]])[0]
+            expected = jax.nn.log_softmax(jnp.asarray(logits))[
+                jnp.arange(len(output.tokens)), jnp.asarray(output.tokens)
+            ]
+            np.testing.assert_allclose(output.logprobs, expected, atol=2e-5)
             if "num_beams" not in options:
-                assert one.score == pytest.approx(sum(one.logprobs), abs=1e-4)
+                assert output.score == pytest.approx(sum(output.logprobs), abs=1e-4)
 
 
 def test_sampling_follows_the_distribution(t5_reference: Reference) -> None:
-    """First tokens of 3,000 samples against softmax(logits / T) among the top k: chi-squared."""
+    """Chi-squared test of the first tokens of 3,000 samples against softmax(logits / T) over the top k."""
     pretrained = flaxen.load(t5_reference.directory)
     (ids,) = prompts(t5_reference.vocab, 1, seed=5)
     n = 3000
@@ -129,21 +131,21 @@ def test_sampling_follows_the_distribution(t5_reference: Reference) -> None:
     best = np.argsort(logits)[::-1][:6]
     expected = np.exp(logits[best] - logits[best].max())
     expected = n * expected / expected.sum()
-    counts = np.array([sum(one.tokens[0] == token for one in out) for token in best])
+    counts = np.array([sum(output.tokens[0] == token for output in out) for token in best])
     assert counts.sum() == n
     assert ((counts - expected) ** 2 / expected).sum() < 20.5  # the 99.9 % point with 5 degrees of freedom
     again = pretrained.generate(
         [ids], do_sample=True, top_k=6, temperature=1.4, num_return_sequences=n, max_new_tokens=1
     )
-    assert [one.tokens for one in out] == [one.tokens for one in again]
-    other = pretrained.generate(
+    assert [output.tokens for output in out] == [output.tokens for output in again]
+    other_seed = pretrained.generate(
         [ids], do_sample=True, top_k=6, temperature=1.4, num_return_sequences=n, max_new_tokens=1, seed=1
     )
-    assert [one.tokens for one in out] != [one.tokens for one in other]
+    assert [output.tokens for output in out] != [output.tokens for output in other_seed]
 
 
-def test_a_new_length_within_a_bucket_compiles_nothing(t5_reference: Reference) -> None:
-    """Nor does another limit, temperature, penalty or seed."""
+def test_new_length_within_a_bucket_does_not_recompile(t5_reference: Reference) -> None:
+    """Nor does a new max_new_tokens, temperature, penalty or seed."""
     pretrained = flaxen.load(t5_reference.directory)
     count = lambda: search.begin._cache_size() + search.advance._cache_size()  # noqa: E731
     sample = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -160,8 +162,8 @@ def test_a_new_length_within_a_bucket_compiles_nothing(t5_reference: Reference) 
     assert count() == before + 2
 
 
-def test_cross_keys_are_per_input(t5_reference: Reference) -> None:
-    """The state of four beams holds the encoder's keys once."""
+def test_cross_attention_keys_are_stored_once_per_input(t5_reference: Reference) -> None:
+    """The state of four beams holds one copy of the encoder's keys and values."""
     pretrained = flaxen.load(t5_reference.directory)
     inputs = (jnp.full((2, 16), 5, jnp.int32), jnp.ones((2, 16), bool))
     options = flaxen.Options(num_beams=4)
@@ -170,8 +172,8 @@ def test_cross_keys_are_per_input(t5_reference: Reference) -> None:
     assert all((k.shape, v.shape) == ((2, heads, size, 16), (2, heads, 16, size)) for _, (k, v) in state.past.layers)
 
 
-def test_preparing_copies_no_weight_that_it_need_not(t5_reference: Reference) -> None:
-    """A prepared decoder holds the model's own arrays; a layout of the decoder's weights is added on a CPU alone."""
+def test_preparing_shares_the_models_arrays(t5_reference: Reference) -> None:
+    """A prepared decoder holds the model's own arrays; only on a CPU it adds a second layout of the decoder."""
     model = flaxen.load(t5_reference.directory).model
     for platform, has_layout in (("cpu", True), ("tpu", False)):
         with hardware.compile_for(platform):

@@ -1,4 +1,4 @@
-"""Directories are read with care and written whole or not at all."""
+"""Checkpoint files: reading reports what is wrong, and writing is atomic."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from flaxen.hf.files import atomic_directory, locate, read_json
 from flaxen.hf.safetensors_files import Safetensors, write_tensors
 
 
-def test_tensors_read_what_safetensors_wrote(tmp_path: Path) -> None:
+def test_reads_what_the_safetensors_package_writes(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     written = {
         "a": draw.standard_normal((3, 4)).astype(np.float32),
@@ -29,7 +29,7 @@ def test_tensors_read_what_safetensors_wrote(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(tensors[name], np.float32), array.astype(np.float32))
 
 
-def test_shards_hold_the_same_tensors(tmp_path: Path) -> None:
+def test_sharded_tensors_equal_the_originals(tmp_path: Path) -> None:
     arrays = {f"t{i}": np.full((10, 10), i, np.float32) for i in range(7)}
     write_tensors(tmp_path, arrays, shard_bytes=900)
     assert len(list(tmp_path.glob("model-*-of-00004.safetensors"))) == 4
@@ -42,46 +42,48 @@ def test_shards_hold_the_same_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 20, 100, -1])
-def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+def test_truncated_file_is_reported(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": np.zeros((30, 30), np.float32)}, path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(InputError, match=r"model\.safetensors.*cut short"):
+    with pytest.raises(
+        InputError, match=r"model\.safetensors is not a valid safetensors file: .*download or save it again"
+    ):
         Safetensors(tmp_path)
 
 
-def test_other_formats_are_named(tmp_path: Path) -> None:
+def test_unsupported_weight_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(InputError, match=r"pytorch_model\.bin.*safetensors first"):
         Safetensors(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
-def test_bad_json_is_named(tmp_path: Path, content: str) -> None:
+def test_invalid_json_is_reported_with_its_path(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
 
 
-def test_missing_json_says_what_is_there(tmp_path: Path) -> None:
+def test_missing_json_error_lists_the_directory(tmp_path: Path) -> None:
     (tmp_path / "weights.txt").touch()
-    with pytest.raises(InputError, match=r"has no config\.json; it holds weights\.txt"):
+    with pytest.raises(InputError, match=r"has no config\.json; it contains weights\.txt"):
         read_json(tmp_path / "config.json")
 
 
-def test_locate(tmp_path: Path) -> None:
+def test_locate_returns_a_directory_or_reports_why_not(tmp_path: Path) -> None:
     assert locate(tmp_path) == tmp_path
-    with pytest.raises(InputError, match="no directory"):
+    with pytest.raises(InputError, match="does not exist"):
         locate(tmp_path / "nothing")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="is a file"):
         locate(tmp_path / "file")
-    with pytest.raises(InputError, match="the hub did not give it"):  # HF_HUB_OFFLINE is set in tests
+    with pytest.raises(InputError, match="cannot be downloaded from the hub"):  # HF_HUB_OFFLINE is set in tests
         locate("nobody/nothing")
 
 
-def test_a_hub_model_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout that huggingface_hub keeps on disk, made by hand."""
+def test_cached_hub_model_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds the cache layout of huggingface_hub by hand."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "0" * 40
     root = tmp_path / "models--some--model"
@@ -93,7 +95,7 @@ def test_a_hub_model_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: 
     assert locate("some/model").resolve() == snapshot.resolve()
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with pytest.raises(OSError, match="full"), atomic_directory(target) as fresh:
         (fresh / "config.json").write_text("half")
@@ -101,7 +103,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
+def test_failed_overwrite_keeps_the_old_directory(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with atomic_directory(target) as fresh:
         (fresh / "config.json").write_text("old")
@@ -116,8 +118,8 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_other_peoples_directories_are_left_alone(tmp_path: Path) -> None:
+def test_directory_that_is_not_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="is no checkpoint"), atomic_directory(tmp_path):
+    with pytest.raises(InputError, match="already exists and is not a checkpoint"), atomic_directory(tmp_path):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files, both directions, against peft and torch, live."""
+"""LoRA adapters in PEFT's format, read and written; compared with peft and PyTorch, run live."""
 
 import copy
 import json
@@ -60,26 +60,26 @@ MODELS: dict[str, Callable[[Path], Reference]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
-    """A fresh torch model and ours by name, made once."""
-    made: dict[str, tuple[Any, Any]] = {}
+    """A fresh PyTorch model and ours by name; each is created once."""
+    cache: dict[str, tuple[Any, Any]] = {}
 
-    def of(name: str) -> tuple[Any, Any]:
-        if name not in made:
+    def get(name: str) -> tuple[Any, Any]:
+        if name not in cache:
             reference = MODELS[name](tmp_path_factory.mktemp(name))
-            made[name] = reference.model, flaxen.load(reference.directory).model
-        # peft puts its layers into the model that it is given.
-        return copy.deepcopy(made[name][0]), made[name][1]
+            cache[name] = reference.model, flaxen.load(reference.directory).model
+        # peft inserts its layers into the model in place: copy it.
+        return copy.deepcopy(cache[name][0]), cache[name][1]
 
-    return of
+    return get
 
 
-# Programs that run once or twice are compiled in half the time.
-hasty = partial(
+# These programs run only once or twice: skipping optimisations halves the time to compile them.
+fast_jit = partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 )
 
 
-@hasty
+@fast_jit
 def ours(model: Any) -> jax.Array:
     if isinstance(model, ViT):
         return model(jnp.asarray(PIXELS))
@@ -90,7 +90,7 @@ def ours(model: Any) -> jax.Array:
     return model.logits(jnp.asarray(IDS), jnp.asarray(DECODER), jnp.asarray(VALID))
 
 
-def torchs(model: Any) -> np.ndarray:
+def torch_outputs(model: Any) -> np.ndarray:
     kind, images = model.config.model_type, torch.tensor(PIXELS)
     ids, decoder, mask = (torch.tensor(array).long() for array in (IDS, DECODER, VALID))
     with torch.no_grad():
@@ -104,16 +104,17 @@ def torchs(model: Any) -> np.ndarray:
 
 
 def noisy(model: Any, targets: tuple[str, ...] = (), rank: int = RANK) -> lora.Adapter:
-    """An adapter whose `up` is not 0."""
+    """Make an adapter whose `up` is random instead of 0."""
     draw = np.random.default_rng(3)
-    started = lora.initial_adapter(model, LoRA(rank, targets=targets), 1)
-    up = lambda one: jax.device_put(draw.normal(0, 0.3, one["up"].shape).astype(np.float32))  # noqa: E731
-    return {path: {"down": one["down"], "up": up(one)} for path, one in started.items()}
+    initial = lora.initial_adapter(model, LoRA(rank, targets=targets), 1)
+    up = lambda factors: jax.device_put(draw.normal(0, 0.3, factors["up"].shape).astype(np.float32))  # noqa: E731
+    return {path: {"down": factors["down"], "up": up(factors)} for path, factors in initial.items()}
 
 
 @contextmanager
-def mixed(both: bool) -> Iterator[None]:
-    """peft has one fan_in_fan_out for the linear maps of a ViT and of a GPT-2, and warns when it changes it."""
+def ignore_fan_in_fan_out_warning(both: bool) -> Iterator[None]:
+    """peft has a single fan_in_fan_out for the layers of ViT and GPT-2, which need different ones, and warns if both
+    are targeted."""
     with warnings.catch_warnings():
         if both:
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
@@ -137,12 +138,14 @@ def mixed(both: bool) -> Iterator[None]:
         ("captioner", ("decoder.*.cross.kv",)),
     ],
 )
-def test_what_is_written_peft_reads(models: Any, name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_written_adapter_loads_in_peft_with_equal_outputs(
+    models: Any, name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     torch_model, model = models(name)
     adapter = noisy(model, targets)
     write(adapter, model, RANK, ALPHA, tmp_path / "adapter", "some/base")
     both = name == "captioner" and len({path.startswith("decoder.") for path in adapter}) == 2
-    with mixed(both):
+    with ignore_fan_in_fan_out_warning(both):
         loaded = theirs.PeftModel.from_pretrained(torch_model, str(tmp_path / "adapter")).eval()
         result = loaded.load_adapter(str(tmp_path / "adapter"), "again")
     assert result.missing_keys == result.unexpected_keys == []
@@ -153,7 +156,7 @@ def test_what_is_written_peft_reads(models: Any, name: str, targets: tuple[str, 
     assert len(halves) == 2 * len(config["target_modules"])
     assert all(value.abs().min() > 0 for value in halves.values())
 
-    expected = torchs(loaded)
+    expected = torch_outputs(loaded)
     assert np.abs(np.asarray(ours(model)) - expected).max() > 0.05 * np.abs(expected).max()
     close(ours(lora.merge(model, adapter, ALPHA / RANK)), expected, 2e-5)
     if targets == ("*",):  # each choice is a program of its own to compile
@@ -161,20 +164,20 @@ def test_what_is_written_peft_reads(models: Any, name: str, targets: tuple[str, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_linear_map_has_a_name(models: Any, name: str) -> None:
-    """So that a run does not fail when its adapter is written."""
+def test_every_linear_layer_has_a_peft_name(models: Any, name: str) -> None:
+    """Otherwise a run would fail at the end, when its adapter is saved."""
     torch_model, model = models(name)
     names, inside = peft.modules(rows(model)), dict(torch_model.named_modules())
     assert names.keys() == dict(lora.linears(model)).keys()
     assert all(now.format(i=1) in inside for now, _ in names.values())
 
 
-def made(torch_model: Any, directory: Path, both: bool = False, **config: Any) -> Any:
-    """An adapter of peft with noise in both halves, saved."""
+def save_peft_adapter(torch_model: Any, directory: Path, both: bool = False, **config: Any) -> Any:
+    """Save a peft adapter with noise in both factors, and return the adapted model."""
     torch.manual_seed(2)
-    asked = theirs.LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False} | config)
-    with mixed(both):
-        adapted = theirs.get_peft_model(torch_model, asked).eval()
+    lora_config = theirs.LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False} | config)
+    with ignore_fan_in_fan_out_warning(both):
+        adapted = theirs.get_peft_model(torch_model, lora_config).eval()
     adapted.save_pretrained(str(directory))
     return adapted
 
@@ -191,7 +194,8 @@ def read(directory: Path, model: Any) -> lora.Adapter:
     return peft.read(directory, rows(model), dict(lora.linears(model)))
 
 
-def agree(model: Any, adapter: lora.Adapter, expected: np.ndarray) -> None:
+def check_merged(model: Any, adapter: lora.Adapter, expected: np.ndarray) -> None:
+    """The merged model has the expected outputs, and the base model does not."""
     assert np.abs(np.asarray(ours(model)) - expected).max() > 1e-2 * np.abs(expected).max()
     close(ours(lora.merge(model, adapter, 1.0)), expected, 2e-5)
 
@@ -227,22 +231,26 @@ CONV = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
         ("captioner", {"target_modules": "all-linear", "both": True}),
     ],
 )
-def test_what_peft_writes_is_read(models: Any, name: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_adapter_saved_by_peft_loads_with_equal_outputs(
+    models: Any, name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     torch_model, model = models(name)
-    adapted = made(torch_model, tmp_path, **config)
-    agree(model, read(tmp_path, model), torchs(adapted))
+    adapted = save_peft_adapter(torch_model, tmp_path, **config)
+    check_merged(model, read(tmp_path, model), torch_outputs(adapted))
 
 
-def test_a_bare_gpt2_is_read_too(models: Any, tmp_path: Path) -> None:
+def test_adapter_of_a_bare_gpt2_is_read(models: Any, tmp_path: Path) -> None:
     torch_model, model = models("gpt2")
-    made(torch_model.transformer, tmp_path, **CONV)
+    save_peft_adapter(torch_model.transformer, tmp_path, **CONV)
     assert all(".transformer." not in key for key in load_file(tmp_path / peft.WEIGHTS))
-    agree(model, read(tmp_path, model), torchs(torch_model))
+    check_merged(model, read(tmp_path, model), torch_outputs(torch_model))
 
 
-def test_names_of_transformers_4_are_read(models: Any, tmp_path: Path) -> None:
+def test_module_names_of_transformers_4_are_read(models: Any, tmp_path: Path) -> None:
     torch_model, model = models("captioner")
-    adapted = made(torch_model, tmp_path, both=True, target_modules=r"encoder\.layers.*_proj|.*fc[12]|.*pooler.dense")
+    adapted = save_peft_adapter(
+        torch_model, tmp_path, both=True, target_modules=r"encoder\.layers.*_proj|.*fc[12]|.*pooler.dense"
+    )
     renamed = {}
     for key, tensor in load_file(tmp_path / peft.WEIGHTS).items():
         for old, new in (
@@ -258,33 +266,33 @@ def test_names_of_transformers_4_are_read(models: Any, tmp_path: Path) -> None:
         renamed[key] = tensor
     assert "base_model.model.encoder.encoder.layer.1.attention.attention.value.lora_A.weight" in renamed
     save_file(renamed, tmp_path / peft.WEIGHTS)
-    agree(model, read(tmp_path, model), torchs(adapted))
+    check_merged(model, read(tmp_path, model), torch_outputs(adapted))
 
 
-def test_written_then_read_is_equal_and_the_scale_is_in_it(models: Any, tmp_path: Path) -> None:
+def test_round_trip_is_exact_with_the_scale_folded_into_up(models: Any, tmp_path: Path) -> None:
     for name in ("t5", "vit", "captioner"):
         model = models(name)[1]
         adapter = noisy(model, ("*",))
         write(adapter, model, RANK, ALPHA, tmp_path / name, None)
         again = read(tmp_path / name, model)
         assert again.keys() == adapter.keys()
-        for path, one in adapter.items():
-            np.testing.assert_array_equal(again[path]["down"], one["down"])
-            np.testing.assert_allclose(again[path]["up"], one["up"] * (ALPHA / RANK), rtol=1e-6)
+        for path, factors in adapter.items():
+            np.testing.assert_array_equal(again[path]["down"], factors["down"])
+            np.testing.assert_allclose(again[path]["up"], factors["up"] * (ALPHA / RANK), rtol=1e-6)
 
 
-def test_an_adapter_in_bfloat16_is_read(models: Any, tmp_path: Path) -> None:
+def test_bfloat16_adapter_is_read(models: Any, tmp_path: Path) -> None:
     model = models("t5")[1]
     adapter = noisy(model)
     write(adapter, model, RANK, float(RANK), tmp_path, None)
     file = tmp_path / peft.WEIGHTS
     save_file({key: array.astype(ml_dtypes.bfloat16) for key, array in load_file(file).items()}, file)
     again = read(tmp_path, model)
-    for path, one in adapter.items():
-        np.testing.assert_array_equal(again[path]["up"], one["up"].astype(jnp.bfloat16).astype(jnp.float32))
+    for path, factors in adapter.items():
+        np.testing.assert_array_equal(again[path]["up"], factors["up"].astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_gradients_are_pefts(models: Any, tmp_path: Path) -> None:
+def test_gradients_equal_pefts(models: Any, tmp_path: Path) -> None:
     torch_model, model = models("t5")
     adapter = noisy(model, ("*.attention.[qv]", "*.cross.o", "*.mlp.wi"))
     write(adapter, model, RANK, ALPHA, tmp_path / "adapter", None)
@@ -293,30 +301,30 @@ def test_gradients_are_pefts(models: Any, tmp_path: Path) -> None:
     out = loaded(input_ids=ids, attention_mask=mask, labels=labels)
     out.loss.backward()
 
-    @hasty
-    def graded(adapter: lora.Adapter, model: Any) -> tuple[jax.Array, lora.Adapter]:
+    @fast_jit
+    def value_and_gradient(adapter: lora.Adapter, model: Any) -> tuple[jax.Array, lora.Adapter]:
         def loss(adapter: lora.Adapter) -> jax.Array:
             attached = lora.attach(model, adapter, ALPHA / RANK)
             return attached.loss(jnp.asarray(IDS), jnp.asarray(LABELS), jnp.asarray(VALID))[0]
 
         return jax.value_and_grad(loss)(adapter)
 
-    value, gradient = graded(adapter, model)
+    value, gradient = value_and_gradient(adapter, model)
     np.testing.assert_allclose(float(value), out.loss.item(), rtol=1e-5)
     write(gradient, model, RANK, ALPHA, tmp_path / "gradient", None)
-    found = load_file(tmp_path / "gradient" / peft.WEIGHTS)
+    gradients = load_file(tmp_path / "gradient" / peft.WEIGHTS)
     expected = {
         key.replace(".default", ""): value.grad.numpy()
         for key, value in loaded.named_parameters()
         if value.grad is not None
     }
-    assert found.keys() == expected.keys()
-    for key, one in found.items():
-        close(one, expected[key], 1e-4)
+    assert gradients.keys() == expected.keys()
+    for key, array in gradients.items():
+        close(array, expected[key], 1e-4)
 
 
-def written(model: Any, directory: Path, **changes: Any) -> Path:
-    """An adapter of ours whose configuration is changed."""
+def write_with_config(model: Any, directory: Path, **changes: Any) -> Path:
+    """Write one of our adapters with changes to its adapter_config.json."""
     write(noisy(model), model, RANK, ALPHA, directory, None)
     config = json.loads((directory / peft.CONFIG).read_text())
     (directory / peft.CONFIG).write_text(json.dumps(config | changes))
@@ -336,9 +344,9 @@ def written(model: Any, directory: Path, **changes: Any) -> Path:
         {"trainable_token_indices": [1, 2]},
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(models: Any, config: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_lora_variants_are_rejected_by_name(models: Any, config: dict[str, Any], tmp_path: Path) -> None:
     torch_model, model = models("t5")
-    made(torch_model, tmp_path, target_modules=["q"], **config)
+    save_peft_adapter(torch_model, tmp_path, target_modules=["q"], **config)
     with pytest.raises(InputError, match=next(iter(config))):
         read(tmp_path, model)
 
@@ -353,78 +361,80 @@ def test_what_is_not_computed_is_refused_by_name(models: Any, config: dict[str, 
         ({"lora_alpha": "big"}, "lora_alpha must be a number, got 'big'"),
     ],
 )
-def test_other_configurations_are_refused_by_name(
+def test_unsupported_config_values_are_rejected_by_name(
     models: Any, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     model = models("t5")[1]
     with pytest.raises(InputError, match=message):
-        read(written(model, tmp_path / "adapter", **config), model)
+        read(write_with_config(model, tmp_path / "adapter", **config), model)
 
 
-def test_an_adapter_for_another_model(models: Any, tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_rejected(models: Any, tmp_path: Path) -> None:
     t5, gpt2 = models("t5")[1], models("gpt2")[1]
     with pytest.raises(InputError, match=r"does not have: decoder\.block\.0.* and \d+ more"):
-        read(written(t5, tmp_path / "t5"), gpt2)
+        read(write_with_config(t5, tmp_path / "t5"), gpt2)
     wide = flaxen.create(flaxen.models.t5.Config(vocab_size=97, d_model=48, d_head=8, d_ff=48, n_layers=2)).model
-    with pytest.raises(InputError, match=r"of encoder\.layers\.attention\.q are \(3, 32\) and \(32, 3\).*\(3, 48\)"):
+    with pytest.raises(
+        InputError, match=r"of encoder\.layers\.attention\.q have shapes \(3, 32\) and \(32, 3\).*\(3, 48\)"
+    ):
         read(tmp_path / "t5", wide)
     deep = flaxen.create(flaxen.models.t5.Config(vocab_size=97, d_model=32, d_head=8, d_ff=48, n_heads=4)).model
-    written(deep, tmp_path / "deep")
+    write_with_config(deep, tmp_path / "deep")
     with pytest.raises(InputError, match=r"does not have: decoder\.block\.2"):
         read(tmp_path / "deep", t5)
 
 
-def changed(directory: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Path:
+def edit_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Path:
     save_file(change(load_file(directory / peft.WEIGHTS)), directory / peft.WEIGHTS)
     return directory
 
 
-def test_a_damaged_file(models: Any, tmp_path: Path) -> None:
+def test_damaged_adapter_files_are_reported(models: Any, tmp_path: Path) -> None:
     model = models("t5")[1]
-    adapter = written(model, tmp_path / "adapter")
+    adapter = write_with_config(model, tmp_path / "adapter")
     first = "base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight"
-    changed(adapter, lambda tensors: tensors | {first: tensors[first][:2].copy()})
-    with pytest.raises(InputError, match=r"lora_A and lora_B of encoder\.layers\.attention\.q are \(2, 32\)"):
+    edit_tensors(adapter, lambda tensors: tensors | {first: tensors[first][:2].copy()})
+    with pytest.raises(InputError, match=r"lora_A and lora_B of encoder\.layers\.attention\.q have shapes \(2, 32\)"):
         read(adapter, model)
-    changed(adapter, lambda tensors: tensors | {first: np.zeros((), np.float32)})
+    edit_tensors(adapter, lambda tensors: tensors | {first: np.zeros((), np.float32)})
     with pytest.raises(InputError, match=r"unexpected tensor .*q\.lora_A\.weight' of shape \(\)"):
         read(adapter, model)
-    changed(adapter, lambda tensors: {key: tensor for key, tensor in tensors.items() if key != first})
-    with pytest.raises(InputError, match=r"only one half of encoder\.block\.0.*q: lora_B"):
+    edit_tensors(adapter, lambda tensors: {key: tensor for key, tensor in tensors.items() if key != first})
+    with pytest.raises(InputError, match=r"only lora_B of encoder\.block\.0.*q, expected lora_A"):
         read(adapter, model)
-    changed(adapter, lambda tensors: tensors | {"lm_head.weight": np.zeros((97, 32), np.float32)})
+    edit_tensors(adapter, lambda tensors: tensors | {"lm_head.weight": np.zeros((97, 32), np.float32)})
     with pytest.raises(InputError, match=r"unexpected tensor 'lm_head\.weight'"):
         read(adapter, model)
-    changed(adapter, lambda tensors: {})
-    with pytest.raises(InputError, match="holds no tensor"):
+    edit_tensors(adapter, lambda tensors: {})
+    with pytest.raises(InputError, match="contains no tensors"):
         read(adapter, model)
-    file = written(model, tmp_path / "again") / peft.WEIGHTS
+    file = write_with_config(model, tmp_path / "again") / peft.WEIGHTS
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(InputError, match="cut short"):
+    with pytest.raises(InputError, match="is not a valid safetensors file"):
         read(file.parent, model)
     file.rename(file.with_name("adapter_model.bin"))
-    with pytest.raises(InputError, match=r"it holds adapter_model\.bin"):
+    with pytest.raises(InputError, match=r"it contains adapter_model\.bin"):
         read(file.parent, model)
     (file.parent / peft.CONFIG).write_text("{")
     with pytest.raises(InputError, match=r"adapter_config\.json is not valid JSON"):
         read(file.parent, model)
 
 
-def test_a_failed_write_leaves_what_was_there(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_old_adapter(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models("t5")[1]
     target, adapter = tmp_path / "adapter", noisy(model)
-    with pytest.raises(InputError, match=r"ranks 3 and 3, not 6"):
+    with pytest.raises(InputError, match=r"ranks 3 and 3, expected 6"):
         write(adapter, model, 6, ALPHA, target, None)
-    with pytest.raises(InputError, match=r"no layers\.attention\.qkv to add to"):
+    with pytest.raises(InputError, match=r"targets 'layers\.attention\.qkv', which the model does not have"):
         write(noisy(models("gpt2")[1]), model, RANK, ALPHA, target, None)
-    with pytest.raises(InputError, match="adds to nothing"):
+    with pytest.raises(InputError, match="the adapter is empty"):
         write({}, model, RANK, ALPHA, target, None)
 
-    def full(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr("safetensors.numpy.save_file", full)
+        patch.setattr("safetensors.numpy.save_file", fail)
         write(adapter, model, RANK, ALPHA, target, None)
     assert list(tmp_path.iterdir()) == []
 
@@ -432,11 +442,11 @@ def test_a_failed_write_leaves_what_was_there(models: Any, tmp_path: Path, monke
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     assert before.keys() == {peft.CONFIG, peft.WEIGHTS}
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr(files, "sync", full)
+        patch.setattr(files, "sync", fail)
         write(adapter, model, RANK, 2 * ALPHA, target, None)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
-    with pytest.raises(InputError, match="is no checkpoint"):
+    with pytest.raises(InputError, match="already exists and is not a checkpoint"):
         write(adapter, model, RANK, ALPHA, tmp_path / "notes", None)

@@ -1,4 +1,4 @@
-"""Checkpoints that are nearly T5, as their authors wrote them: umT5, MADLAD-400, UL2, Chronos."""
+"""Checkpoints of T5 variants with the config.json of their authors: umT5, MADLAD-400, UL2, Chronos."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from conftest import GATED, SMALL, Reference, make_reference, random_batch, shak
 import flaxen
 from flaxen.errors import InputError
 
-# What config.json says, beside sizes. None is a field that it leaves out.
-STYLES = {
+# Fields of config.json other than sizes. None means that the field is absent.
+VARIANTS = {
     "madlad400": {"pad_token_id": 1, "eos_token_id": 2, "d_kv": 16, "feed_forward_proj": "gated-gelu",
                   "tie_word_embeddings": False},
     "ul2": {"feed_forward_proj": "gated-silu", "tie_word_embeddings": None, "scale_decoder_outputs": None},
@@ -21,18 +21,18 @@ STYLES = {
 }  # fmt: skip
 
 
-def styled(name: str, head: bool, directory: Path) -> Reference:
-    """A small model in this style, with a head of its own or without."""
+def make_variant(name: str, head: bool, directory: Path) -> Reference:
+    """Save a small model with this config.json, with an untied or a tied head."""
     torch.manual_seed(0)
-    says = STYLES[name]
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**{**SMALL, **says})).eval()
+    fields = VARIANTS[name]
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**{**SMALL, **fields})).eval()
     if head:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
     shaken(model).save_pretrained(directory)
     path = directory / "config.json"
-    # As transformers 4 wrote it: without the field in which version 5 keeps the scale.
-    fields = {**json.loads(path.read_text()), **says, "scale_decoder_outputs": None, "transformers_version": "4.23.1"}
-    path.write_text(json.dumps({field: value for field, value in fields.items() if value is not None}))
+    # As transformers 4 wrote it: without the field in which transformers 5 stores the scaling.
+    saved = {**json.loads(path.read_text()), **fields, "scale_decoder_outputs": None, "transformers_version": "4.23.1"}
+    path.write_text(json.dumps({field: value for field, value in saved.items() if value is not None}))
     return Reference(transformers.T5ForConditionalGeneration.from_pretrained(directory).eval(), directory)
 
 
@@ -51,49 +51,51 @@ def close(ours: np.ndarray, theirs: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", list(STYLES))
+@pytest.mark.parametrize("name", list(VARIANTS))
 def test_logits_and_tokens_equal_transformers(name: str, head: bool, tmp_path: Path) -> None:
-    reference = styled(name, head, tmp_path / "theirs")
-    one = flaxen.load(reference.directory)
-    assert one.config.tied is not head
+    reference = make_variant(name, head, tmp_path / "theirs")
+    pretrained = flaxen.load(reference.directory)
+    assert pretrained.config.tied is not head
     ids, valid, labels = random_batch(97)
     decoder = np.maximum(labels, 0)
     expected = torch_logits(reference, ids, decoder, valid)
-    close(one.logits(ids, decoder, valid), expected)
+    close(pretrained.logits(ids, decoder, valid), expected)
     eos = reference.model.config.eos_token_id
     prompts = [row[:n].tolist() for row, n in zip(ids, valid.sum(axis=1))]
     for options in ({"num_beams": 1}, {"num_beams": 3}):
         theirs, _ = torch_generate(reference, prompts, max_new_tokens=12, eos_token_id=eos, **options)
-        ours = one.generate(prompts, max_new_tokens=12, **options)
+        ours = pretrained.generate(prompts, max_new_tokens=12, **options)
         assert [output.tokens for output in ours] == theirs
-    one.save(tmp_path / "ours")
+    pretrained.save(tmp_path / "ours")
     again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
     np.testing.assert_array_equal(torch_logits(Reference(again, tmp_path), ids, decoder, valid), expected)
 
 
-def test_madlad_starts_with_another_token_than_padding(tmp_path: Path) -> None:
-    config = flaxen.load(styled("madlad400", True, tmp_path).directory).config
+def test_madlad_start_token_differs_from_padding(tmp_path: Path) -> None:
+    config = flaxen.load(make_variant("madlad400", True, tmp_path).directory).config
     assert (config.pad_id, config.eos_ids, config.start_id) == (1, (2,), 0)
 
 
-def test_umt5_as_google_wrote_it_is_not_scaled(tmp_path: Path) -> None:
-    """transformers 4 scales the hidden states of a umT5 only if config.json ties its head; version 5 does so always,
-    and is wrong by the factor d_model^-0.5 for these files."""
+def test_umt5_in_googles_format_is_not_scaled(tmp_path: Path) -> None:
+    """transformers 4 scales the hidden states of a umT5 only if config.json ties its head. transformers 5 always does,
+    so that its logits are wrong by the factor d_model^-0.5 for these files."""
     reference = make_reference("umt5", tmp_path / "theirs")
     path = reference.directory / "config.json"
     fields = {"tie_word_embeddings": False, "transformers_version": "4.31.0.dev0", "scalable_attention": True}
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-    one = flaxen.load(reference.directory)
-    assert (one.config.tied, one.config.scaled, one.config.bias_per_layer) == (False, False, True)
+    pretrained = flaxen.load(reference.directory)
+    assert (pretrained.config.tied, pretrained.config.scaled, pretrained.config.bias_per_layer) == (False, False, True)
     ids, valid, labels = random_batch(reference.vocab)
     decoder = np.maximum(labels, 0)
-    close(one.logits(ids, decoder, valid), torch_logits(reference, ids, decoder, valid) * SMALL["d_model"] ** 0.5)
-    one.save(tmp_path / "ours")
+    close(
+        pretrained.logits(ids, decoder, valid), torch_logits(reference, ids, decoder, valid) * SMALL["d_model"] ** 0.5
+    )
+    pretrained.save(tmp_path / "ours")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["tie_word_embeddings"] is False
-    assert flaxen.load(tmp_path / "ours").config == one.config
+    assert flaxen.load(tmp_path / "ours").config == pretrained.config
 
 
-def test_umt5_needs_the_bias_of_every_layer(tmp_path: Path) -> None:
+def test_umt5_requires_a_position_bias_in_every_layer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.MT5ForConditionalGeneration(transformers.MT5Config(**{**SMALL, **GATED})).save_pretrained(tmp_path)
     path = tmp_path / "config.json"

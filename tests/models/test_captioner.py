@@ -91,14 +91,14 @@ def test_checkpoint_round_trips_through_transformers(changes: dict[str, Any], tm
 
 
 def test_other_encoder_architectures_are_rejected() -> None:
-    with pytest.raises(InputError, match="the encoder has model_type 'swin'; supported: 'vit'"):
+    with pytest.raises(InputError, match="the model_type of the encoder must be 'vit', got 'swin'"):
         hf_captioner.read_config({"encoder": {"model_type": "swin"}, "decoder": {"model_type": "gpt2"}}, None)
 
 
 def test_pixels_of_a_wrong_shape_are_rejected(tmp_path: Path) -> None:
     make_pair(tmp_path)
     loaded = flaxen.load(tmp_path)
-    with pytest.raises(InputError, match=r"expected pixels of shape \(pictures, 3, 32, 32\), got \(2, 3, 16, 16\)"):
+    with pytest.raises(InputError, match=r"expected pixels of shape \(images, 3, 32, 32\), got \(2, 3, 16, 16\)"):
         loaded.generate(pixels(2, 16))
     with pytest.raises(InputError, match=r"no preprocessor_config\.json"):
         loaded.generate(["a.jpg"])

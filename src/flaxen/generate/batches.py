@@ -1,4 +1,4 @@
-"""Prompts of many lengths in a few shapes, so that a new length does not compile anew."""
+"""Batching of prompts: lengths are padded to a few bucket sizes, so that a new length rarely recompiles."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,9 +6,10 @@ import numpy as np
 
 
 def padded_length(n: int, smallest: int = 16) -> int:
-    """The least of smallest · {1, 1.5, 2, 3, 4, 6, …} that holds n: at most a third of it is padding."""
+    """Round n up to a bucket size, smallest · {1, 1.5, 2, 3, 4, 6, …}, of which at most a third is padding."""
     size = smallest
     while size < n:
+        # Alternate between 2^k and 1.5 · 2^k: ×1.5 from a power of two, ×4/3 to the next one.
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
 
@@ -16,8 +17,10 @@ def padded_length(n: int, smallest: int = 16) -> int:
 def batches(
     prompts: Sequence[Sequence[int]], batch_size: int, pad: int, left: bool = False
 ) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
-    """(rows, (ids, valid)) per batch: neighbours in length together, padded behind them or at their left. A row of -1
-    is padding of the batch."""
+    """Yield (rows, (ids, valid)) for each batch of prompts of similar length, padded on the right or the left.
+
+    `rows` holds the index of each row's prompt, or -1 for a row that only fills up the batch.
+    """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for rows in groups(order, batch_size):
         length = padded_length(max(len(prompts[i]) for i in rows if i >= 0))
@@ -29,14 +32,14 @@ def batches(
                 place = slice(length - n, None) if left else slice(n)
                 ids[row, place], valid[row, place] = prompts[prompt], True
         if left:
-            valid[rows < 0, -1] = True  # a row of nothing but padding would have no last token
+            valid[rows < 0, -1] = True  # decoding starts at the last token, so even a filler row needs one
         yield rows, (ids, valid)
 
 
 def groups(order: Sequence[int], batch_size: int) -> Iterator[np.ndarray]:
-    """The numbers in `order`, some at a time; the last group is filled up to a power of two with -1."""
+    """Split `order` into batches; the last one is filled up with -1 to a power of two, to limit recompilation."""
     for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        rows = np.full(min(batch_size, 1 << (len(chosen) - 1).bit_length()), -1, np.int32)
-        rows[: len(chosen)] = chosen
+        group = order[first : first + batch_size]
+        rows = np.full(min(batch_size, 1 << (len(group) - 1).bit_length()), -1, np.int32)
+        rows[: len(group)] = group
         yield rows

@@ -1,4 +1,4 @@
-"""What `generate` can be asked for. Names and meanings are transformers'; what is not here is an error."""
+"""Generation options, with the names and meanings of transformers' GenerationConfig; unknown names are errors."""
 
 import dataclasses
 import types
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flaxen.errors import InputError, did_you_mean
 
-# Numbers that may change from call to call without a new compilation: they are arguments of the compiled search.
+# Options that are runtime arguments of the compiled search, so that a new value does not recompile.
 NUMBERS = (
     "max_new_tokens",
     "min_new_tokens",
@@ -32,58 +32,61 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class Options:
-    """How to search for the output. None means: off, or the checkpoint's own default."""
+    """Options of greedy search, beam search and sampling, over those of the checkpoint's generation_config.json."""
 
     max_new_tokens: int = 64
-    """Longest output, end token included."""
+    """Maximum number of generated tokens, end token included."""
     min_new_tokens: int = 0
-    """No end token before this many."""
+    """Minimum number of generated tokens before an end token is allowed."""
     num_beams: int = 1
-    """Beams of beam search; 1 is greedy search or sampling."""
+    """Number of beams for beam search; 1 means greedy search or sampling."""
     num_return_sequences: int = 1
-    """Outputs per input: the best beams, or independent samples."""
+    """Number of outputs per input: the best beams, or independent samples."""
     length_penalty: float | None = None
-    """Beam scores are sums of log-probabilities over length ** this (default 1)."""
+    """Exponent of the length by which beam scores are divided; above 0 favours longer outputs. Default: 1."""
     early_stopping: bool | Literal["never"] | None = None
-    """Stop at num_beams finished beams (True), by transformers' heuristic (False), or when safe ('never')."""
+    """Stop once num_beams beams have finished (True), a better one is unlikely (False), or impossible ('never').
+    Default: False."""
     do_sample: bool = False
-    """Draw tokens instead of taking the best."""
+    """Sample tokens instead of taking the most likely one."""
     seed: int = 0
-    """Of sampling: the same seed and inputs give the same outputs, however they are batched."""
+    """Seed for sampling; the same seed and inputs give the same outputs, however they are batched."""
     temperature: float | None = None
-    """Divides the logits before sampling."""
+    """Sampling temperature, above 0; the logits are divided by it. Default: 1."""
     top_k: int | None = None
-    """Sample among the k best tokens (default 50; 0 for all)."""
+    """Sample among the k most likely tokens; 0 for all. Default: 50."""
     top_p: float | None = None
-    """Sample among the fewest tokens whose probabilities reach p."""
+    """Sample among the fewest tokens whose probabilities sum to at least p, 0 to 1. Default: off."""
     min_p: float | None = None
-    """Sample among tokens at least this fraction as likely as the best."""
+    """Sample among tokens at least this fraction as likely as the most likely one, 0 to 1. Default: off."""
     nucleus: float | None = None
-    """As top_p, by the rule of the original Transformer-VQ: a ten-thousandth less, so that 1 cuts a tail too."""
+    """Top-p by the rule of the original Transformer-VQ: p - 0.0001, so that even 1 cuts off a tail. Default: off."""
     repetition_penalty: float | None = None
-    """Above 1 makes tokens that already occurred less likely."""
+    """Penalty on tokens that already occurred: above 1 makes them less likely. Default: off."""
     no_repeat_ngram_size: int = 0
-    """No n-gram of this size occurs twice."""
+    """Size of n-grams that may occur only once; 0 for no limit."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not occur."""
+    """Token sequences that must not be generated."""
     forced_bos_token_id: int | None = None
-    """First token of every output."""
+    """Id of the token that every output starts with. Default: off."""
     forced_eos_token_id: int | None = None
-    """Last token of an output that reaches max_new_tokens."""
+    """Id of the last token of an output that reaches max_new_tokens. Default: off."""
     eos_token_id: tuple[int, ...] | None = None
-    """Ids that end an output (default: the checkpoint's). With none behind the flag, only max_new_tokens ends it."""
+    """Ids of the tokens that end an output; without any, only max_new_tokens ends it. Default: the checkpoint's."""
 
     def __post_init__(self) -> None:
-        positive = ("max_new_tokens", "num_beams", "num_return_sequences")
-        _require(all(getattr(self, name) >= 1 for name in positive), f"{', '.join(positive)} must be at least 1")
+        for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         _require(self.min_new_tokens >= 0, f"min_new_tokens must be at least 0, got {self.min_new_tokens}")
         _require(
             self.min_new_tokens <= self.max_new_tokens,
-            f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}",
+            f"min_new_tokens must be at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}",
         )
-        _require(0 <= self.seed < 2**31, f"seed must be in 0 … 2^31 - 1, got {self.seed}")
-        _require(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size must be at least 0")
-        _require(all(self.bad_words_ids), "bad_words_ids holds an empty sequence")
+        _require(0 <= self.seed < 2**31, f"seed must be between 0 and 2^31 - 1, got {self.seed}")
+        _require(
+            self.no_repeat_ngram_size >= 0, f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}"
+        )
+        _require(all(self.bad_words_ids), "bad_words_ids contains an empty sequence; remove it")
         for name, low, high in (
             ("temperature", 0.0, float("inf")),
             ("top_p", 0.0, 1.0),
@@ -91,39 +94,39 @@ class Options:
             ("nucleus", 0.0, 1.0),
             ("repetition_penalty", 0.0, float("inf")),
         ):
-            value = getattr(self, name)
-            _require(value is None or low < value <= high, f"{name} must be in ({low:g}, {high:g}], got {value}")
+            value, limit = getattr(self, name), f" and at most {high:g}" if high < float("inf") else ""
+            _require(value is None or low < value <= high, f"{name} must be above {low:g}{limit}, got {value}")
         _require(self.top_k is None or self.top_k >= 0, f"top_k must be at least 0, got {self.top_k}")
         for name in ("temperature", "top_k", "top_p", "min_p", "nucleus"):
-            alone = getattr(self, name) is not None and not self.do_sample
-            _require(not alone, f"{name} only acts on sampling; set do_sample=True or leave it out")
+            unused = getattr(self, name) is not None and not self.do_sample
+            _require(not unused, f"{name} has no effect without sampling; set do_sample=True or remove it")
         for name in ("length_penalty", "early_stopping"):
-            alone = getattr(self, name) is not None and self.num_beams == 1
-            _require(not alone, f"{name} only acts on beam search; set num_beams above 1 or leave it out")
+            unused = getattr(self, name) is not None and self.num_beams == 1
+            _require(not unused, f"{name} has no effect without beam search; set num_beams above 1 or remove it")
         _require(
             not (self.do_sample and self.num_beams > 1),
-            "do_sample and num_beams > 1 together are not supported",
+            "do_sample cannot be combined with num_beams above 1",
         )
         n = self.num_return_sequences
         _require(
             self.do_sample or n <= self.num_beams,
-            f"num_return_sequences={n} needs do_sample=True, or at least as many beams (num_beams={self.num_beams})",
+            f"num_return_sequences={n} requires do_sample=True or at least {n} beams, got num_beams={self.num_beams}",
         )
 
     @property
     def beams(self) -> int:
-        """How many sequences grow side by side for each input."""
+        """Number of sequences decoded in parallel for each input."""
         return self.num_return_sequences if self.do_sample else self.num_beams
 
     def numbers(self) -> dict[str, float | int]:
-        """The values that the compiled search takes as arguments."""
+        """Return the options that the compiled search takes as runtime arguments."""
         values = {name: value for name in NUMBERS if (value := getattr(self, name)) is not None}
-        whole = ("max_new_tokens", "min_new_tokens", "seed")
-        return {name: value if name in whole else float(value) for name, value in values.items()}
+        integers = ("max_new_tokens", "min_new_tokens", "seed")
+        return {name: value if name in integers else float(value) for name, value in values.items()}
 
     def static(self) -> "Options":
-        """What the compiled search is specialised to: which options are on, not the value of a number."""
-        off = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+        """Return the options that the search is compiled for: which ones are on, with numeric values blanked out."""
+        neutral = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
         blank: dict[str, Any] = {
             "max_new_tokens": 1,
             "min_new_tokens": int(self.min_new_tokens > 0),
@@ -131,28 +134,29 @@ class Options:
         }
         for name in ("temperature", "top_p", "min_p", "nucleus", "repetition_penalty", "length_penalty"):
             value = getattr(self, name)
-            blank[name] = None if value is None or value == off.get(name) else 0.5
+            # An option at its neutral value is compiled like one that is off; any other stands for "on".
+            blank[name] = None if value is None or value == neutral.get(name) else 0.5
         return dataclasses.replace(self, **blank)
 
 
 def make_options(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Options:
-    """Options from a call's names and values, over those of a generation_config.json; lists may stand for tuples."""
+    """Build Options from keyword arguments, over the defaults of a generation_config.json; lists become tuples."""
     hints = get_type_hints(Options)
-    clean = {}
+    checked = {}
     for name, value in {**_defaults(defaults or {}, given), **given}.items():
         if name not in hints:
-            hint = f": {INSTEAD[name]}" if name in INSTEAD else did_you_mean(name, hints)
-            origin = "" if name in given else " of the checkpoint's generation_config.json"
-            raise InputError(f"generate does not support the option {name!r}{origin}{hint}")
+            hint = f"; {INSTEAD[name]}" if name in INSTEAD else did_you_mean(name, hints)
+            origin = "" if name in given else " in the checkpoint's generation_config.json"
+            raise InputError(f"unsupported generation option {name!r}{origin}{hint}")
         value = _tuples(value)
         if name == "eos_token_id" and isinstance(value, int):
             value = (value,)
-        _require(_fits(value, hints[name]), f"{name} must be {_words(hints[name])}, got {value!r}")
-        clean[name] = value
-    return Options(**clean)
+        _require(_fits(value, hints[name]), f"{name} must be {_describe_type(hints[name])}, got {value!r}")
+        checked[name] = value
+    return Options(**checked)
 
 
-# Fields of generation_config.json that are no options of ours: ids that the config holds, book-keeping, outputs.
+# Fields of generation_config.json to ignore: ids that are in the model's Config, bookkeeping, and output switches.
 NOT_OPTIONS = {
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "eos_token_id", "transformers_version",
     "_from_model_config", "use_cache", "return_dict_in_generate", "output_attentions", "output_hidden_states",
@@ -163,11 +167,11 @@ SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p"}
 
 
 def _defaults(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json as options. A call that asks for another kind of search drops what belongs to the old."""
+    """Convert generation_config.json to options, without those that do not apply to the search requested in `given`."""
     kept = {name: value for name, value in file.items() if value is not None and name not in NOT_OPTIONS}
     for theirs, ours in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
         if isinstance(length := kept.pop(theirs, None), int) and length > 0:
-            kept.setdefault(ours, length - 1)  # theirs counts the start token
+            kept.setdefault(ours, length - 1)  # transformers' lengths count the start token
     sampling = given.get("do_sample", kept.get("do_sample", False))
     drop = BEAM_ONLY if sampling else SAMPLING_ONLY
     if given.get("num_beams", kept.get("num_beams", 1)) == 1:
@@ -176,26 +180,29 @@ def _defaults(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, (list, tuple)) else value
+    """Convert nested lists to tuples, so that Options is hashable."""
+    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value matches a type annotation."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, arg) for arg in args)
     if origin is Literal:
         return value in args
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(one, args[0]) for one in value)
+        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is hint or (hint is types.NoneType and value is None)
 
 
-def _words(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
+    """Format a type annotation for an error message."""
     return getattr(hint, "__name__", None) or str(hint).replace("typing.", "").replace("Literal", "")
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
+def _require(condition: bool, message: str) -> None:
+    if not condition:
         raise InputError(message)

@@ -1,4 +1,4 @@
-"""Functions on logits: each forbids or favours tokens. Order and meaning are transformers'."""
+"""Logits processors: functions that forbid or penalise tokens, with the order and meaning of transformers' classes."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,16 +14,16 @@ FORBIDDEN = -jnp.inf
 
 
 class TokenHistory(NamedTuple):
-    """What a processor may look at: all tokens so far, a prompt or the start token first."""
+    """The tokens so far, beginning with the prompt or start token, and the numeric options: a processor's context."""
 
     tokens: Int[Array, "B G T"]
-    length: Int[Array, ""]  # tokens so far
-    begun: Int[Array, ""]  # of the prompt
-    numbers: dict[str, Array]  # values of the options
+    length: Int[Array, ""]  # number of tokens so far
+    begun: Int[Array, ""]  # length of the prompt or start token
+    numbers: dict[str, Array]  # numeric options by name, such as "temperature"
 
     @property
     def new(self) -> Array:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return self.length - self.begun
 
 
@@ -31,14 +31,15 @@ LogitsProcessor = Callable[[Float[Array, "B G V"], TokenHistory], Float[Array, "
 
 
 def processors(options: Options, eos: tuple[int, ...], sampling: bool) -> list[LogitsProcessor]:
-    """The processors that `options` turn on, in transformers' order."""
+    """Return the processors that `options` enable, in transformers' order."""
     active: list[LogitsProcessor] = []
     if options.repetition_penalty is not None:
         active.append(penalise_repetition)
     if options.no_repeat_ngram_size:
         active.append(lambda logits, context: forbid_ngrams(logits, context, options.no_repeat_ngram_size))
     if options.bad_words_ids:
-        words = [word for word in options.bad_words_ids if word not in [(one,) for one in eos]]
+        # As in transformers, banning the end token alone has no effect: an output could never end.
+        words = [word for word in options.bad_words_ids if word not in [(token,) for token in eos]]
         active.append(lambda logits, context: forbid_words(logits, context, words))
     if options.min_new_tokens and eos:
         active.append(lambda logits, context: forbid_end(logits, context, eos))
@@ -54,30 +55,33 @@ def processors(options: Options, eos: tuple[int, ...], sampling: bool) -> list[L
 
 
 def penalise_repetition(logits: Array, context: TokenHistory) -> Array:
+    """Make tokens that already occurred less likely: divide positive logits by the penalty, multiply negative ones."""
     penalty = context.numbers["repetition_penalty"]
+    # Positions at or after `length` are padding, which must not count as seen.
     past = jnp.arange(context.tokens.shape[-1]) < context.length
     seen = jax.vmap(jax.vmap(lambda ids: jnp.zeros(logits.shape[-1], bool).at[ids].max(past)))(context.tokens)
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def forbid_ngrams(logits: Array, context: TokenHistory, n: int) -> Array:
-    """The token that would complete an n-gram seen before."""
+    """Forbid each token that would complete an n-gram that already occurred."""
     size = context.tokens.shape[-1]
     if size < n:
         return logits
 
-    def one(row: Array, ids: Array) -> Array:
+    def forbid(row: Array, ids: Array) -> Array:
+        # Compare the last n - 1 tokens with every earlier window of that size; forbid the token after each match.
         prefix = jax.lax.dynamic_slice_in_dim(ids, context.length - (n - 1), n - 1)
         starts = jnp.arange(size - n + 1)
-        same = jnp.all(ids[starts[:, None] + jnp.arange(n - 1)] == prefix, axis=-1)
-        again = same & (starts + n - 1 < context.length)
-        return row.at[ids[starts + n - 1]].min(jnp.where(again, FORBIDDEN, jnp.inf))
+        matches = jnp.all(ids[starts[:, None] + jnp.arange(n - 1)] == prefix, axis=-1)
+        repeats = matches & (starts + n - 1 < context.length)
+        return row.at[ids[starts + n - 1]].min(jnp.where(repeats, FORBIDDEN, jnp.inf))
 
-    return jnp.where(context.length >= n - 1, jax.vmap(jax.vmap(one))(logits, context.tokens), logits)
+    return jnp.where(context.length >= n - 1, jax.vmap(jax.vmap(forbid))(logits, context.tokens), logits)
 
 
 def forbid_words(logits: Array, context: TokenHistory, words: list[tuple[int, ...]]) -> Array:
-    """The last token of a bad word whose other tokens have just been said."""
+    """Forbid the last token of each bad word whose other tokens are the latest ones."""
     for word in words:
         n = len(word) - 1
         last = (
@@ -91,17 +95,19 @@ def forbid_words(logits: Array, context: TokenHistory, words: list[tuple[int, ..
 
 
 def forbid_end(logits: Array, context: TokenHistory, eos: tuple[int, ...]) -> Array:
+    """Forbid end tokens until min_new_tokens tokens have been generated."""
     early = context.new < context.numbers["min_new_tokens"]
     return logits.at[..., jnp.asarray(eos)].min(jnp.where(early, FORBIDDEN, jnp.inf))
 
 
 def force(logits: Array, token: int, now: Array) -> Array:
+    """Forbid every token but this one where `now` is True."""
     only = jnp.where(jnp.arange(logits.shape[-1]) == token, 0.0, FORBIDDEN)
     return jnp.where(now, only, logits)
 
 
 def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
-    """Temperature, then top-k, top-p and min-p: each keeps the tokens above a threshold."""
+    """Apply temperature, top-k, top-p, nucleus and min-p, in this order, to the logits of sampling."""
     if options.temperature is not None:
         logits = logits / context.numbers["temperature"]
     k = (
@@ -113,6 +119,7 @@ def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
         best = jax.lax.top_k(logits, k)[0]
         threshold = best[..., -1:]
         if options.top_p is not None:
+            # A token is kept if the more likely ones sum to less than p: its own probability is subtracted.
             weights = jax.nn.softmax(best, axis=-1)
             kept = jnp.cumsum(weights, axis=-1) - weights < context.numbers["top_p"]
             threshold = jnp.min(jnp.where(kept, best, jnp.inf), axis=-1, keepdims=True)
@@ -126,9 +133,13 @@ def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
 
 
 def nucleus(logits: Float[Array, "*B V"], p: Float[Array, ""] | float) -> Array:
-    """Which tokens the original Transformer-VQ samples among: without the least likely ones, as many as weigh together
-    no more than 1 - p + 1e-4. Of equals, the later count as likelier."""
+    """Mask of the tokens that nucleus sampling of the original Transformer-VQ keeps.
+
+    It drops the least likely tokens, as long as their probabilities sum to at most 1 - p + 1e-4. Among equally likely
+    tokens the earlier ones are dropped first; the most likely token is always kept.
+    """
     order = jnp.argsort(logits, axis=-1, stable=True)
-    rising = jnp.cumsum(jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1), axis=-1)
-    likely = (rising > 1.0 - (p - 1e-4)) | (jnp.arange(logits.shape[-1]) == logits.shape[-1] - 1)
-    return jnp.take_along_axis(likely, jnp.argsort(order, axis=-1), axis=-1)
+    cumulative = jnp.cumsum(jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1), axis=-1)
+    kept = (cumulative > 1.0 - (p - 1e-4)) | (jnp.arange(logits.shape[-1]) == logits.shape[-1] - 1)
+    # The argsort of a permutation is its inverse: back to vocabulary order.
+    return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)

@@ -1,4 +1,4 @@
-"""From batches of inputs to outputs: searched to the end."""
+"""Generator: runs a search over batches of inputs and collects the outputs."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from flaxen.generate.search import Beams, Decoder, Sampling, advance, begin
 
 
 class Output(NamedTuple):
-    """One output. `tokens` ends with the end token if there was one; `logprobs` are the model's own, per token."""
+    """One generated sequence; `tokens` ends with the end token, if there was one."""
 
     tokens: list[int]
-    logprobs: list[float]
-    score: float  # of beam search: transformers' length-normalised score; else the sum of logprobs
-    prompt: int  # which one it answers
+    logprobs: list[float]  # of each token under the model itself, before logits processors
+    score: float  # beam search: transformers' length-normalised score; otherwise the sum of logprobs
+    prompt: int  # index of its prompt
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A model that is prepared for decoding, and how to search."""
+    """A decoder and the options to search with."""
 
     decoder: Decoder
     options: Options
@@ -32,26 +32,30 @@ class Generator:
     eos: tuple[int, ...]
 
     def outputs(self, batches: Iterable[tuple[np.ndarray, Any]]) -> Iterator[Output]:
-        """options.num_return_sequences for each row of each batch; a row is the number of its prompt, or -1."""
+        """Yield num_return_sequences outputs per prompt. A batch is (prompt index of each row or -1, inputs)."""
         for rows, inputs in batches:
             search = self.advance(self.begin(rows, inputs), self.options.max_new_tokens)
             yield from self._collect(search, rows)
 
     def begin(self, rows: np.ndarray, inputs: Any) -> Sampling | Beams:
+        """Start a search over one batch."""
+        # Rounded up to a bucket, so that a new max_new_tokens rarely recompiles.
         room, inputs = padded_length(self.options.max_new_tokens), jax.tree.map(jnp.asarray, inputs)
         return begin(self.decoder, inputs, jnp.asarray(rows), room, self.options.static(), self.pad)
 
     def advance(self, search: Sampling | Beams, until: int) -> Sampling | Beams:
+        """Continue a search until it has generated `until` tokens or ended."""
         numbers = {name: jnp.asarray(value) for name, value in self.options.numbers().items()}
         limit, static = jnp.asarray(until), self.options.static()
         return advance(self.decoder, search, limit, numbers, static, self.eos, self.pad)
 
     def _collect(self, search: Sampling | Beams, rows: np.ndarray) -> Iterator[Output]:
+        """Yield the outputs of a completed search, cut after the end token."""
         if isinstance(search, Beams):
-            found = (search.finished_tokens, search.finished_logprobs, search.finished_scores)
+            results = (search.finished_tokens, search.finished_logprobs, search.finished_scores)
         else:
-            found = (search.tokens, search.logprobs, search.logprobs.sum(axis=-1))
-        tokens, logprobs, scores = map(np.asarray, found)
+            results = (search.tokens, search.logprobs, search.logprobs.sum(axis=-1))
+        tokens, logprobs, scores = map(np.asarray, results)
         first = int(search.begun)
         n_best, longest = self.options.num_return_sequences, self.options.max_new_tokens
         for row in np.flatnonzero(rows >= 0):

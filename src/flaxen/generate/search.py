@@ -1,8 +1,9 @@
-"""Greedy search, sampling and beam search over anything that decodes one token at a time.
+"""Greedy search, sampling and beam search, for any model with a `Decoder` that decodes one token at a time.
 
-B inputs × G sequences of each (beams, or samples) grow in step. A search is a NamedTuple of arrays and a pure
-function that takes it one token further; `advance` runs that function inside one compiled loop, to the end or, for
-streaming, token by token with the same executable.
+G sequences (beams or samples) are decoded in parallel for each of B inputs. The progress of a search is a NamedTuple
+of arrays (`Sampling` or `Beams`), and a step is a pure function from one to the next. `advance` runs steps in one
+compiled loop: to the end, or one token at a time for streaming, with the same executable. After each step beam search
+calls `Decoder.select` to reorder the cache by beam index.
 """
 
 from collections.abc import Callable
@@ -17,61 +18,63 @@ from jaxtyping import Bool, Float, Int
 from flaxen.generate.options import Options
 from flaxen.generate.processors import TokenHistory, processors
 
-DEAD = -1e9  # the score of a beam that does not exist; finite as transformers' is, so that ties fall alike
+DEAD = -1e9  # score of a beam that does not exist; finite, as in transformers, so that ties are broken alike
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """All that the generator knows of a model: a pytree that holds it, and its weights laid out for decoding."""
+    """What a search needs from a model: a pytree with the weights, laid out for decoding, and three functions."""
 
     def start(self, inputs: Any, length: int, beams: int, reorder: bool) -> tuple[Int[Array, "B G P"], Any]:
-        """What is there before anything is generated, of which the state has read all but the last token; the state has
-        room for `length` tokens, that one included. `select` is called only with `reorder`."""
+        """Return the prompt (or start token) of each sequence, and the state after all but its last token.
+
+        The state has room for `length` more tokens, including that last one. `select` is called only if `reorder`.
+        """
         ...
 
     def step(self, tokens: Int[Array, "B G"], state: Any) -> tuple[Float[Array, "B G V"], Any]:
-        """The logits of what follows `tokens`."""
+        """Feed one token per sequence; return the logits of the next one and the new state."""
         ...
 
     def select(self, state: Any, beams: Int[Array, "B G"]) -> Any:
-        """Reorder the state by beam index: sequence g continues what was sequence beams[b, g]."""
+        """Reorder the cache by beam index: sequence g of input b continues sequence beams[b, g]."""
         ...
 
 
 def prepare(decoder: Callable[[Any], Decoder], model: Any) -> Decoder:
-    """The model with its weights laid out for decoding, once for all tokens of all prompts.
+    """Lay out a model's weights for decoding, once for all tokens of all prompts.
 
-    Not jitted as a whole: JAX copies the arguments that a jitted function returns, and that would be the model.
+    Not jitted as a whole: jit would copy every argument that it returns, which is the whole model.
     """
     return decoder(model)
 
 
 class Sampling(NamedTuple):
-    """Greedy search and sampling in progress."""
+    """State of a greedy search or of sampling."""
 
     state: Any
-    tokens: Int[Array, "B G T"]  # the prompt or start token, then what was generated
-    logprobs: Float[Array, "B G T"]  # of the model itself, before processors
-    length: Int[Array, ""]
-    begun: Int[Array, ""]  # the length before anything was generated
+    tokens: Int[Array, "B G T"]  # prompt or start token, then the generated tokens
+    logprobs: Float[Array, "B G T"]  # under the model itself, before logits processors
+    length: Int[Array, ""]  # number of tokens so far
+    begun: Int[Array, ""]  # length of the prompt or start token
     done: Bool[Array, "B G"]
-    rows: Int[Array, "B"]  # which input each row is: noise depends on it and not on the batch
+    rows: Int[Array, "B"]  # prompt index of each row: sampling noise depends on it, and not on the batch
 
 
 class Beams(NamedTuple):
-    """Beam search in progress: running beams, the best finished ones, and whether these can still be beaten."""
+    """State of a beam search: the running beams, the best finished ones, and whether those can still be beaten."""
 
     state: Any
     tokens: Int[Array, "B G T"]
     logprobs: Float[Array, "B G T"]
     length: Int[Array, ""]
     begun: Int[Array, ""]
-    scores: Float[Array, "B G"]
+    scores: Float[Array, "B G"]  # of the running beams: sums of processed log-probabilities
     finished_tokens: Int[Array, "B G T"]
     finished_logprobs: Float[Array, "B G T"]
     finished_scores: Float[Array, "B G"]
     finished: Bool[Array, "B G"]
-    open: Bool[Array, "B"]
+    open: Bool[Array, "B"]  # a running beam may still beat the worst finished one
 
 
 @partial(jax.jit, static_argnames=("room", "options", "pad"))
@@ -83,14 +86,14 @@ def begin(
     options: Options,
     pad: int,
 ) -> Sampling | Beams:
-    """A search with room for `room` tokens. Rows of -1 are padding of the batch: they count as finished."""
+    """Start a search that may generate up to `room` tokens. Rows of -1 only fill up the batch: they start finished."""
     first, state = decoder.start(inputs, room, options.beams, reorder=options.num_beams > 1)
     tokens = jnp.pad(first, ((0, 0), (0, 0), (0, room)), constant_values=pad)
     logprobs = jnp.zeros(tokens.shape, jnp.float32)
     idle, length, shape = rows < 0, jnp.asarray(first.shape[2], jnp.int32), first.shape[:2]
     if options.num_beams == 1:
         return Sampling(state, tokens, logprobs, length, length, jnp.broadcast_to(idle[:, None], shape), rows)
-    # Only the first beam lives at the start; the others would repeat it.
+    # All beams start out equal, so only the first may be extended; the others would duplicate it.
     scores = jnp.broadcast_to(jnp.where(jnp.arange(options.num_beams) == 0, 0.0, DEAD), shape)
     finished = jnp.broadcast_to(idle[:, None], shape)
     worst = jnp.full(shape, DEAD)
@@ -107,7 +110,7 @@ def advance(
     eos: tuple[int, ...],
     pad: int,
 ) -> Sampling | Beams:
-    """The search with `until` tokens generated, or fewer if it ended before."""
+    """Continue a search until it has generated `until` tokens or ended. The old search is donated."""
     step: Callable[..., Any] = _sampling_step if isinstance(search, Sampling) else _beam_step
 
     def unfinished(search: Sampling | Beams) -> Bool[Array, ""]:
@@ -120,7 +123,7 @@ def advance(
 
 
 def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
-    """Nothing left to do before the length limit."""
+    """Whether a search is complete before the length limit."""
     if isinstance(search, Sampling):
         return jnp.all(search.done)
     full = jnp.all(search.finished) if options.early_stopping is True else jnp.zeros((), bool)
@@ -135,23 +138,26 @@ def _sampling_step(
     eos: tuple[int, ...],
     pad: int,
 ) -> Sampling:
+    """Append one token to each sequence, by argmax or by sampling."""
     at = search.length
     logits, state = decoder.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     shaped = _process(logits, search, numbers, options, eos)
     if options.do_sample:
+        # Gumbel-max trick: the argmax of logits + Gumbel noise is a sample of their softmax. The key depends on seed,
+        # position and prompt index, so that a sample is the same in any batch.
         key = jax.random.fold_in(jax.random.key(numbers["seed"]), at - search.begun + 1)
         keys = jax.vmap(partial(jax.random.fold_in, key))(search.rows)
         shaped = shaped + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    chosen = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
-    gold = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0]
-    logprob = jnp.where(search.done, 0.0, gold - jax.nn.logsumexp(logits, axis=-1))
-    chosen = jnp.where(search.done, pad, chosen)
+    token = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
+    token_logit = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    logprob = jnp.where(search.done, 0.0, token_logit - jax.nn.logsumexp(logits, axis=-1))
+    token = jnp.where(search.done, pad, token)
     return search._replace(
         state=state,
-        tokens=lax.dynamic_update_index_in_dim(search.tokens, chosen, at, 2),
+        tokens=lax.dynamic_update_index_in_dim(search.tokens, token, at, 2),
         logprobs=lax.dynamic_update_index_in_dim(search.logprobs, logprob, at, 2),
         length=at + 1,
-        done=search.done | _is_end(chosen, eos),
+        done=search.done | _is_end(token, eos),
     )
 
 
@@ -163,38 +169,40 @@ def _beam_step(
     eos: tuple[int, ...],
     pad: int,
 ) -> Beams:
+    """Extend the running beams by one token and merge those that end into the finished ones, as transformers does."""
     at, n = search.length, options.num_beams
-    new = at - search.begun + 1  # tokens generated when this step is done
+    new = at - search.begun + 1  # number of generated tokens after this step
     limit, penalty = numbers["max_new_tokens"], numbers.get("length_penalty", jnp.ones(()))
     logits, state = decoder.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     shaped = _process(logprobs, search, numbers, options, eos)
 
-    # Enough candidates that `n` of them go on even if as many end.
-    totals, parent, token = _best(shaped + search.scores[..., None], max(2, 1 + len(eos)) * n)
+    # Each beam has at most len(eos) continuations that end, so this many candidates include `n` that do not.
+    totals, parent, token = _top_candidates(shaped + search.scores[..., None], max(2, 1 + len(eos)) * n)
     gained = logprobs[jnp.arange(len(logits))[:, None], parent, token]
     tokens = lax.dynamic_update_index_in_dim(_pick(search.tokens, parent), token, at, 2)
     history = lax.dynamic_update_index_in_dim(_pick(search.logprobs, parent), gained, at, 2)
     ends = _is_end(token, eos) | (new >= limit)
 
-    # The best `n` that have not ended run on.
+    # The best `n` candidates that have not ended are the new running beams.
     running, order = lax.top_k(totals + ends * DEAD, n)
-    # Only the best `n` candidates may finish, and only in a row that is still open.
+    # A candidate may finish only if it ranks among the best `n`, and only in a row that is still open.
     full = jnp.all(search.finished, axis=1) & (options.early_stopping is True)
-    may = ends & (jnp.arange(ends.shape[1]) < n)
+    eligible = ends & (jnp.arange(ends.shape[1]) < n)
     scores = totals / new.astype(jnp.float32) ** penalty + DEAD * (
-        ~may + (full | ~search.open)[:, None].astype(jnp.float32)
+        ~eligible + (full | ~search.open)[:, None].astype(jnp.float32)
     )
     best, keep = lax.top_k(jnp.concatenate([search.finished_scores, scores], axis=1), n)
 
     def merge(old: Array, new: Array) -> Array:
         return _pick(jnp.concatenate([old, new], axis=1), keep)
 
-    finished = merge(search.finished, may)
+    finished = merge(search.finished, eligible)
 
-    # Can a running beam still beat the worst finished one?
+    # Can the best running beam still beat the worst finished one? Its score is normalised by its length now, or with
+    # early_stopping="never" by the length that would be best for it.
     reach = jnp.where((options.early_stopping == "never") & (penalty > 0.0), limit, new).astype(jnp.float32)
-    hope = running[:, :1] / reach**penalty
+    attainable = running[:, :1] / reach**penalty
     worst = jnp.where(finished, jnp.min(best, axis=1, keepdims=True), DEAD)
     return Beams(
         state=decoder.select(state, _pick(parent, order)),
@@ -207,38 +215,41 @@ def _beam_step(
         finished_logprobs=merge(search.finished_logprobs, history),
         finished_scores=best,
         finished=finished,
-        open=search.open & jnp.any(hope > worst, axis=1),
+        open=search.open & jnp.any(attainable > worst, axis=1),
     )
 
 
 def _process(
     logits: Array, search: Sampling | Beams, numbers: dict[str, Array], options: Options, eos: tuple[int, ...]
 ) -> Array:
+    """Apply the logits processors."""
     context = TokenHistory(search.tokens, search.length, search.begun, numbers)
     for process in processors(options, eos, sampling=options.do_sample):
         logits = process(logits, context)
     return logits
 
 
-def _best(
+def _top_candidates(
     scores: Float[Array, "B G V"], k: int, size: int = 128
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"], Int[Array, "B K"]]:
-    """The k largest scores of each row, with their beams and tokens; of equal scores, those that come first.
+    """Find the k largest scores of each row, with their beams and tokens; among equal scores the first ones win.
 
-    They lie in the k chunks of `size` scores whose largest are the largest: only these are sorted.
+    The k largest lie in the k chunks of `size` scores that have the largest maxima, so only these chunks are sorted:
+    a top-k over all G·V scores would be slower.
     """
     b, g, v = scores.shape
-    n, whole = -(-v // size), v // size * size
-    largest = scores[..., :whole].reshape(b, g, whole // size, size).max(axis=-1)
-    if whole < v:
-        largest = jnp.concatenate([largest, scores[..., whole:].max(axis=-1, keepdims=True)], axis=-1)
-    _, chunks = lax.top_k(largest.reshape(b, -1), min(k, g * n))
-    chunks = jnp.sort(chunks, axis=-1)  # so that scores stay in their order
+    n, full = -(-v // size), v // size * size  # chunks per beam; scores in full chunks
+    maxima = scores[..., :full].reshape(b, g, full // size, size).max(axis=-1)
+    if full < v:
+        maxima = jnp.concatenate([maxima, scores[..., full:].max(axis=-1, keepdims=True)], axis=-1)
+    _, chunks = lax.top_k(maxima.reshape(b, -1), min(k, g * n))
+    chunks = jnp.sort(chunks, axis=-1)  # top_k prefers the first of equal scores: keep their order
     beams = jnp.broadcast_to((chunks // n)[..., None], (*chunks.shape, size))
     tokens = (chunks % n * size)[..., None] + jnp.arange(size)
-    found = scores.at[jnp.arange(b)[:, None, None], beams, tokens].get(mode="fill", fill_value=-jnp.inf)
-    totals, at = lax.top_k(found.reshape(b, -1), k)
-    beams, tokens = (jnp.take_along_axis(a.reshape(b, -1), at, axis=1) for a in (beams, tokens))
+    candidates = scores.at[jnp.arange(b)[:, None, None], beams, tokens].get(mode="fill", fill_value=-jnp.inf)
+    totals, index = lax.top_k(candidates.reshape(b, -1), k)
+    beams, tokens = (jnp.take_along_axis(a.reshape(b, -1), index, axis=1) for a in (beams, tokens))
+    # A token beyond the vocabulary comes from the last chunk's padding, whose score is -inf.
     return totals, beams, jnp.minimum(tokens, v - 1).astype(jnp.int32)
 
 
@@ -247,5 +258,5 @@ def _is_end(tokens: Array, eos: tuple[int, ...]) -> Array:
 
 
 def _pick(a: Array, index: Int[Array, "B K"]) -> Array:
-    """a[b, index[b, k]]"""
+    """Return a[b, index[b, k]] for all b and k."""
     return jnp.take_along_axis(a, index.reshape(*index.shape, *[1] * (a.ndim - 2)), axis=1)

@@ -1,4 +1,4 @@
-"""The pair of ViT and GPT-2 in Hugging Face's files: a VisionEncoderDecoderModel."""
+"""Hugging Face format of the ViT + GPT-2 captioner, a VisionEncoderDecoderModel: config fields and weight names."""
 
 from typing import Any
 
@@ -15,26 +15,31 @@ SPECIAL = gpt2.SPECIAL
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
-    """config.json, which holds one for either half. Ids at its top win over the decoder's, as in transformers."""
+    """Convert config.json, with one nested config per half, to our Config.
+
+    Token ids at the top level override the decoder's, as in transformers.
+    """
     read(json, {}, Config, {*HALVES, "pad_token_id", "decoder_start_token_id"}, {"is_encoder_decoder": (True,)})
     for half, kind in HALVES.items():
-        found = json.get(half, {}).get("model_type")
-        if found != kind:
-            raise InputError(f"config.json: the {half} has model_type {found!r}; supported: {kind!r}")
+        model_type = json.get(half, {}).get("model_type")
+        if model_type != kind:
+            raise InputError(f"config.json: the model_type of the {half} must be {kind!r}, got {model_type!r}")
     encoder = vit.read_config(json["encoder"], tensors, "encoder.", "encoder of config.json")
-    own = {name: value for name in SPECIAL if (value := json.get(name)) is not None}
-    # A decoder's config may repeat that it is one half: without cross-attention it could not be.
-    said = {**json["decoder"], **own, "add_cross_attention": True, "is_encoder_decoder": False}
-    decoder = gpt2.read_config(said, tensors, "decoder.", "decoder of config.json")
+    special = {name: value for name in SPECIAL if (value := json.get(name)) is not None}
+    # The nested config may omit or contradict these two fields, but a decoder half always has these values.
+    decoder_json = {**json["decoder"], **special, "add_cross_attention": True, "is_encoder_decoder": False}
+    decoder = gpt2.read_config(decoder_json, tensors, "decoder.", "decoder of config.json")
     return Config(encoder, decoder)
 
 
 def special_ids(config: Config) -> dict[str, Any]:
+    """Return the special token ids under their names in config.json."""
     c = config.decoder
     return dict(zip(SPECIAL, (c.pad_id, c.start_id, c.start_id, one_or_list(c.eos_ids))))
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
+    """Convert our Config to a config.json."""
     return {
         "architectures": ["VisionEncoderDecoderModel"],
         "model_type": "vision-encoder-decoder",
@@ -42,13 +47,13 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
         "encoder": vit.write_config(config.encoder, dtype),
         "decoder": gpt2.write_config(config.decoder, dtype),
         **special_ids(config),
-        "tie_word_embeddings": False,  # of encoder and decoder; the decoder's own field is about its head
+        "tie_word_embeddings": False,  # of encoder and decoder; the decoder's config says whether its head is tied
         "torch_dtype": dtype,
     }
 
 
 def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
-    """Every leaf of a captioner and its tensor."""
+    """Map every leaf of a captioner to its tensor."""
     bridge = []
     if config.encoder.d_model != config.decoder.d_model:
         bridge = [
@@ -60,6 +65,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
 
 
 def unneeded(name: str, tensors: Tensors) -> bool:
+    """Whether a tensor may be ignored: redundant in the format of its half."""
     half = vit if name.startswith("encoder.") else gpt2
     return half.unneeded(name, tensors, "encoder." if half is vit else "decoder.")
 

@@ -1,12 +1,12 @@
-"""config.json, field by field: what is known, what says nothing, what we would compute wrongly."""
+"""Read config.json field by field: map known fields, ignore irrelevant ones, reject what we would compute wrongly."""
 
 from collections.abc import Collection
 from typing import Any
 
 from flaxen.errors import InputError, did_you_mean
 
-# Fields of any model that say nothing about its arithmetic, whatever their value. transformers 4 wrote them all out,
-# its defaults of generation included, which generation_config.json holds today.
+# Fields of any model that do not affect its computation, whatever their value. transformers 4 wrote all of them,
+# including generation defaults, which are in generation_config.json today.
 SILENT = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path",
     "tokenizer_class", "task_specific_params", "use_cache", "id2label", "label2id", "num_labels", "problem_type",
@@ -20,7 +20,7 @@ SILENT = {
     "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
     "begin_suppress_tokens",
 }  # fmt: skip
-# Fields that would change the arithmetic: only these values are the model that we compute.
+# Fields that would change the computation: only these values are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
@@ -39,7 +39,7 @@ def read(
     fixed: dict[str, tuple[Any, ...]] | None = None,
     what: str = "config.json",
 ) -> dict[str, Any]:
-    """Our fields out of theirs (`names` maps theirs to ours); all that is wrong is reported at once."""
+    """Convert config.json to fields of `config` (`names` maps their names to ours); report all problems at once."""
     rules, problems = FIXED | (fixed or {}), []
     for name, value in json.items():
         if name in rules:
@@ -49,16 +49,17 @@ def read(
             problems.append(f"unknown field {name}={value!r}{did_you_mean(name, [*names, *rules])}")
     fields = {ours: json[theirs] for theirs, ours in names.items() if json.get(theirs) is not None}
     for name, value in fields.items():
-        want = type(getattr(config, name))
-        if isinstance(value, bool) != (want is bool) or not isinstance(value, (int, float) if want is float else want):
-            problems.append(f"{name} must be {want.__name__}, got {value!r}")
+        kind = type(getattr(config, name))
+        # bool is a subclass of int, and an int is a valid float.
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+            problems.append(f"{name} must be {kind.__name__}, got {value!r}")
     if problems:
-        raise InputError(f"{what} asks for what flaxen does not compute:\n  " + "\n  ".join(problems))
+        raise InputError(f"{what} has unsupported fields:\n  " + "\n  ".join(problems))
     return fields
 
 
 def make_config(config: type, fields: dict[str, Any], what: str = "config.json") -> Any:
-    """The configuration, or an error that says which value it refuses."""
+    """Construct a configuration; an invalid value raises an InputError that names the file."""
     try:
         return config(**fields)
     except (ValueError, TypeError) as error:
@@ -66,9 +67,10 @@ def make_config(config: type, fields: dict[str, Any], what: str = "config.json")
 
 
 def ids(value: Any) -> tuple[int, ...]:
-    """Token ids that config.json gives as one, as a list or as nothing."""
+    """Convert eos_token_id of config.json, which may be an id, a list or null, to a tuple."""
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 def one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    """Convert a tuple of ids to the form of config.json: an id, a list or null; the inverse of `ids`."""
     return ids[0] if len(ids) == 1 else list(ids) or None

@@ -1,4 +1,4 @@
-"""How one architecture is written in Hugging Face's files: its config.json and its tensors, both directions."""
+"""Hugging Face format of one architecture: how config.json and tensors are read and written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +20,13 @@ def _unchanged(config: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 @dataclass(frozen=True)
 class Format:
-    """The functions of one hf/ module, as a record."""
+    """The functions that read and write one architecture, from one module of hf/."""
 
-    read_config: Callable[[dict[str, Any], Tensors | None], Any]  # what config.json leaves open, the tensors tell
+    # (config.json, tensors) -> config; tensors settle what config.json leaves open, such as whether the head is tied
+    read_config: Callable[[dict[str, Any], Tensors | None], Any]
     write_config: Callable[[Any, str], dict[str, Any]]  # (config, dtype) -> config.json
-    rows: Callable[[Any, Tensors | None], list[Row]]
-    unneeded: Callable[[str, Tensors], bool]  # tensors that a file may hold and the model does not need
-    special: tuple[str, ...] = ()  # ids that config.json and generation_config.json both hold
-    special_ids: Callable[[Any], dict[str, Any]] = _no_ids
-    with_copies: Callable[[Any, dict[str, np.ndarray]], dict[str, np.ndarray]] = _unchanged  # what others need twice
+    rows: Callable[[Any, Tensors | None], list[Row]]  # (config, tensors) -> one row per leaf of the model
+    unneeded: Callable[[str, Tensors], bool]  # (name, tensors) -> whether a tensor in the file may be ignored
+    special: tuple[str, ...] = ()  # token ids that are in both config.json and generation_config.json
+    special_ids: Callable[[Any], dict[str, Any]] = _no_ids  # config -> those ids
+    with_copies: Callable[[Any, dict[str, np.ndarray]], dict[str, np.ndarray]] = _unchanged  # adds redundant tensors

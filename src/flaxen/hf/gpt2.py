@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's files: configuration fields and weight names, both directions."""
+"""Hugging Face format of GPT-2: config fields and weight names, for reading and writing."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row, equal_tensors
 from flaxen.models.gpt2 import Config
 
-# config.json's name -> ours.
+# Name in config.json -> name in our Config.
 FIELDS = {
     "vocab_size": "vocab_size",
     "n_positions": "n_positions",
@@ -27,7 +27,7 @@ FIELDS = {
     "attn_pdrop": "attention_dropout",
     "initializer_range": "std",
 }
-# reorder_and_upcast_attn asks for scores in f32, which they always are here.
+# Fields that do not affect the computation. reorder_and_upcast_attn requests float32 scores, which we always compute.
 SILENT = {
     "reorder_and_upcast_attn", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj", "is_decoder", "pad_token_id", "decoder_start_token_id", "n_special",
@@ -38,7 +38,7 @@ SPECIAL = ("pad_token_id", "decoder_start_token_id", "bos_token_id", "eos_token_
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", what: str = "config.json") -> Config:
-    """config.json as our Config; `at` is where its tensors' names begin."""
+    """Convert config.json to our Config; `at` is the prefix of the tensor names."""
     fields = read(json, FIELDS, Config, SILENT, FIXED, what)
     fields.setdefault("d_ff", 4 * fields.get("d_model", Config.d_model))
     eos = ids(json.get("eos_token_id", 50256))
@@ -46,8 +46,9 @@ def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", wha
     start = json.get("bos_token_id", 50256) if start is None else start
     pad = json.get("pad_token_id")
     fields["eos_ids"] = eos
-    fields["start_id"] = next((one for one in (start, *eos) if one is not None), 0)
+    fields["start_id"] = next((token for token in (start, *eos) if token is not None), 0)
     fields["pad_id"] = pad if pad is not None else eos[0] if eos else fields["start_id"]
+    # The weights decide whether the head is tied, if they are available.
     if tensors is not None:
         head, table = f"{at}lm_head.weight", f"{at}{prefix(tensors, at)}wte.weight"
         fields["tied"] = head not in tensors or equal_tensors(tensors, head, table)
@@ -57,15 +58,17 @@ def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", wha
 
 
 def prefix(tensors: Tensors | None, at: str = "") -> str:
-    """The hub's `gpt2` names its tensors without the 'transformer.' of a language model."""
+    """Return the name prefix of the body: 'transformer.', or none for a bare GPT2Model such as hub id `gpt2`."""
     return "" if tensors is not None and f"{at}wte.weight" in tensors else "transformer."
 
 
 def special_ids(config: Config) -> dict[str, Any]:
+    """Return the special token ids under their names in config.json."""
     return dict(zip(SPECIAL, (config.pad_id, None, config.start_id, one_or_list(config.eos_ids))))
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
+    """Convert our Config to a config.json."""
     fields = dataclasses.asdict(config)
     return {
         **{theirs: fields[ours] for theirs, ours in FIELDS.items()},
@@ -81,7 +84,7 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
 
 
 def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str = "") -> list[Row]:
-    """Every leaf of a GPT-2 and its tensor, whose names begin with `at` in the file and with `ours` here."""
+    """Map every leaf of a GPT-2 to its tensor; `at` prefixes the names in the file, `ours` those of the leaves."""
     body = f"{at}{prefix(tensors, at)}"
     layer = f"{body}h.{{i}}"
     table = [
@@ -89,6 +92,7 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
         Row("positions.weight", f"{body}wpe.weight"),
         *([] if config.tied else [Row("head.weight", f"{at}lm_head.weight")]),
     ]
+    # GPT-2 stores weights as [inputs, outputs], and q, k and v (p) in one matrix.
     joint = "d (p n h) -> d p n h"
     weights = {
         "attention.qkv": ("attn.c_attn", joint),
@@ -104,20 +108,20 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
             "cross.o": ("crossattention.c_proj", "(n h) d -> n h d"),
         }
         norms["cross_norm"] = "ln_cross_attn"
-    for mine, (theirs, pattern) in weights.items():
-        # A bias has the axes of the output, whose heads are split.
+    for name, (theirs, pattern) in weights.items():
+        # A bias has the output axes of its weight: drop d from patterns whose outputs are split into heads.
         split = "-> d" in pattern and "(" in pattern
-        of_bias = pattern.replace("d (", "(").replace("d p", "p").replace("d n", "n") if split else ""
-        table.append(Row(f"layers.{mine}.weight", f"{layer}.{theirs}.weight", pattern))
-        table.append(Row(f"layers.{mine}.bias", f"{layer}.{theirs}.bias", of_bias))
+        bias_pattern = pattern.replace("d (", "(").replace("d p", "p").replace("d n", "n") if split else ""
+        table.append(Row(f"layers.{name}.weight", f"{layer}.{theirs}.weight", pattern))
+        table.append(Row(f"layers.{name}.bias", f"{layer}.{theirs}.bias", bias_pattern))
     for part in ("weight", "bias"):
-        table += [Row(f"layers.{mine}.{part}", f"{layer}.{theirs}.{part}") for mine, theirs in norms.items()]
+        table += [Row(f"layers.{name}.{part}", f"{layer}.{theirs}.{part}") for name, theirs in norms.items()]
         table.append(Row(f"norm.{part}", f"{body}ln_f.{part}"))
     return [dataclasses.replace(row, ours=f"{ours}{row.ours}") for row in table]
 
 
 def unneeded(name: str, tensors: Tensors, at: str = "") -> bool:
-    """True for a tensor that a file may carry and the model does not need: masks, a copy of the table."""
+    """Whether a tensor may be ignored: causal masks, and a head that equals the embedding."""
     if name == f"{at}lm_head.weight":
         return equal_tensors(tensors, name, f"{at}{prefix(tensors, at)}wte.weight")
     return name.endswith(("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"))

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, sharded or not: read by memory mapping, and written."""
+"""Read safetensors files by memory mapping, and write them; one file or several shards with an index."""
 
 import json
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ DTYPES = {
 
 
 class Safetensors:
-    """The tensors of a checkpoint by name, memory-mapped: a tensor costs memory only when it is read.
+    """The tensors of a checkpoint by name, memory-mapped: a tensor takes memory only when it is read.
 
-    The header is read here and not by the safetensors package because its NumPy side knows no bfloat16.
+    We parse the header ourselves because the NumPy interface of the safetensors package does not support bfloat16.
     """
 
     def __init__(self, directory: Path, name: str = "model.safetensors"):
@@ -50,48 +50,54 @@ class Safetensors:
     def __getitem__(self, name: str) -> np.ndarray:
         path, entry, start = self._entries[name]
         if entry["dtype"] not in DTYPES:
-            raise InputError(f"{path.name}: tensor {name!r} has dtype {entry['dtype']}; known: {', '.join(DTYPES)}")
+            raise InputError(f"{path.name}: tensor {name!r} has dtype {entry['dtype']}; supported: {', '.join(DTYPES)}")
         shape = self.shape(name)
-        if 0 in shape:
+        if 0 in shape:  # an empty file region cannot be memory-mapped
             return np.zeros(shape, DTYPES[entry["dtype"]])
         return np.memmap(path, DTYPES[entry["dtype"]], "r", start + entry["data_offsets"][0], shape)
 
 
 def _weight_files(directory: Path, name: str) -> list[Path]:
+    """Return the safetensors files of a checkpoint: the shards of its index, or a single file."""
     index = directory / f"{name}.index.json"
     if index.exists():
         names = sorted(set(files.read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (directory / name).exists()]
         if missing or not names:
-            raise InputError(f"{index} names shards that are not there: {', '.join(missing) or 'none at all'}")
+            raise InputError(
+                f"{index} lists {'shards that do not exist: ' + ', '.join(missing) if missing else 'no shards'}"
+            )
         return [directory / name for name in names]
     if (directory / name).exists():
         return [directory / name]
     others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".msgpack", ".h5", ".pt"))
-    hint = f"; it holds {', '.join(others)}: save those weights as safetensors first" if others else ""
+    hint = f"; it contains {', '.join(others)}: convert to safetensors first" if others else ""
     raise InputError(f"{directory} has neither {name} nor {name}.index.json{hint}")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The table of tensors of a safetensors file, and where its data begins."""
+    """Read the header of a safetensors file; return its entry for each tensor, and the offset of the data."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise ValueError("its header does not fit in it")
+                raise ValueError("the header is longer than the file")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not a safetensors file, or cut short ({error}); fetch or save it again") from None
+        raise InputError(f"{path} is not a valid safetensors file: {error}; download or save it again") from None
     if needed != size:
-        raise InputError(f"{path} should have {needed:,} bytes and has {size:,}: it is cut short; fetch it again")
+        raise InputError(
+            f"{path} is not a valid safetensors file: expected {needed:,} bytes, got {size:,}; "
+            "download or save it again"
+        )
     return header, 8 + length
 
 
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shard_bytes: int) -> None:
-    """model.safetensors, or shards of at most `shard_bytes` with their index."""
+    """Write model.safetensors, or shards of at most `shard_bytes` and their index."""
     from safetensors.numpy import save_file
 
     shards: list[dict[str, np.ndarray]] = [{}]

@@ -1,4 +1,4 @@
-"""T5, mT5, umT5, ByT5 and LongT5 in Hugging Face's files: configuration fields and weight names, both directions."""
+"""Hugging Face format of T5, mT5, umT5, ByT5 and LongT5: config fields and weight names, for reading and writing."""
 
 import dataclasses
 from typing import Any
@@ -11,10 +11,10 @@ from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row, equal_tensors
 from flaxen.models.t5 import Config
 
-# model_type -> what the names of its classes begin with.
+# model_type -> prefix of its class names in transformers.
 MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
 
-# config.json's name -> ours, for fields that mean the same on both sides.
+# Name in config.json -> name in our Config, for fields with the same meaning.
 FIELDS = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
@@ -37,7 +37,7 @@ LONG_NAMES = {
     "local": "LocalSelfAttention",
     "transient-global": "TransientGlobalSelfAttention",
 }
-# What a missing field means, where the families differ from t5-small.
+# Defaults of fields missing from config.json, where a model_type differs from t5-small.
 MT5 = {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mt5": MT5,
@@ -45,12 +45,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "longt5": {"attention": "local"},
 }
 
-# Fields that say nothing about the arithmetic of this model, whatever their value.
+# Fields that do not affect the computation, or that are read elsewhere in this module.
 SILENT = {
     "n_positions", "output_past", "classifier_dropout", "dense_act_fn", "is_gated_act", "feed_forward_proj",
     "scale_decoder_outputs", "scalable_attention", "chronos_config",
 }  # fmt: skip
-# Fields that would change the arithmetic: only these values are the model that we compute.
+# Fields that would change the computation: only these values are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (True,),
     "is_decoder": (False,),
@@ -59,9 +59,10 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
-    """config.json as our Config. Whether the head is tied shows in the weights: versions 4 and 5 disagree in words.
+    """Convert config.json to our Config.
 
-    Without weights it is tied if it is scaled, as in all of Google's models.
+    Whether the output head is tied to the embedding is read from the weights, because transformers 4 and 5 disagree on
+    the meaning of tie_word_embeddings. Without weights it is tied if it is scaled, as in all of Google's models.
     """
     kind = json.get("model_type", "t5")
     names = FIELDS | (LONG_FIELDS if kind == "longt5" else {})
@@ -77,11 +78,16 @@ def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
 
 
 def _default_mlp(kind: str) -> str:
+    """Return the feed_forward_proj of a config.json that has none."""
     return "gated-gelu" if kind in ("mt5", "umt5") else "relu"
 
 
 def _scaled(json: dict[str, Any], kind: str) -> bool:
-    """transformers 5 ties every T5 in its config and keeps the truth about the scale in a field of its own."""
+    """Whether hidden states are scaled by d_model^-0.5 before the output head.
+
+    transformers 4 scales if tie_word_embeddings is true. transformers 5 sets that field for every T5, and stores the
+    scaling in scale_decoder_outputs.
+    """
     if json.get("scale_decoder_outputs") is not None:
         return bool(json["scale_decoder_outputs"])
     major = str(json.get("transformers_version", "4")).split(".")[0]
@@ -91,24 +97,26 @@ def _scaled(json: dict[str, Any], kind: str) -> bool:
 
 
 def _read_activation(projection: str) -> tuple[str, bool]:
+    """Split feed_forward_proj into activation and whether it is gated."""
     gated, name = projection.startswith("gated-"), projection.removeprefix("gated-")
-    # 'gated-gelu' has always meant the tanh form; plain 'gelu' is exact.
+    # In 'gated-gelu', gelu is the tanh approximation (gelu_new); plain 'gelu' is exact.
     return ("gelu_new" if projection == "gated-gelu" else name), gated
 
 
-# Ids that config.json and generation_config.json both hold.
+# Token ids that are in both config.json and generation_config.json.
 SPECIAL = ("pad_token_id", "decoder_start_token_id", "eos_token_id")
 
 
 def special_ids(config: Config) -> dict[str, Any]:
+    """Return the special token ids under their names in config.json."""
     return dict(zip(SPECIAL, (config.pad_id, config.start_id, one_or_list(config.eos_ids))))
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
-    """A config.json that transformers 4, 5 and its late Flax classes all read as the same model."""
+    """Convert our Config to a config.json that transformers 4, 5 and its former Flax classes read as the same model."""
     fields = dataclasses.asdict(config)
     name = "gelu" if config.gated and config.activation == "gelu_new" else config.activation
-    # The only ones with such layers.
+    # Only LongT5 has sparse attention, and only umT5 has a position bias per layer.
     family = "longt5" if config.attention != "full" else "umt5" if config.bias_per_layer else config.family
     names = FIELDS | (LONG_FIELDS if family == "longt5" else {})
     return {
@@ -118,7 +126,7 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
         "is_encoder_decoder": True,
         "feed_forward_proj": f"gated-{name}" if config.gated else name,
         **special_ids(config),
-        # Version 4 reads the scale from the first, version 5 from the second; the head is written out if unscaled.
+        # transformers 4 reads the scaling from the first field, 5 from the second (see `_scaled` and `with_copies`).
         "tie_word_embeddings": config.scaled,
         "scale_decoder_outputs": config.scaled,
         "torch_dtype": dtype,
@@ -126,7 +134,7 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
 
 
 def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
-    """Every leaf of a T5 and its tensor."""
+    """Map every leaf of a T5 to its tensor."""
     mlp = {"gate": "wi_0", "wi": "wi_1", "wo": "wo"} if config.gated else {"wi": "wi", "wo": "wo"}
     table = [Row("embedding.weight", "shared.weight")]
     if not config.tied:
@@ -142,9 +150,11 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
             block = f"{stack}.block.{{i}}.layer.{at}"
             table.append(Row(f"{stack}.layers.{ours}_norm.weight", f"{block}.layer_norm.weight"))
             if ours == "mlp":
-                for mine, yours in mlp.items():
+                for our_name, their_name in mlp.items():
                     pattern = "d f -> f d"
-                    table.append(Row(f"{stack}.layers.mlp.{mine}.weight", f"{block}.{theirs}.{yours}.weight", pattern))
+                    table.append(
+                        Row(f"{stack}.layers.mlp.{our_name}.weight", f"{block}.{theirs}.{their_name}.weight", pattern)
+                    )
                 continue
             for part in "qkv":
                 table.append(
@@ -155,6 +165,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
                     )
                 )
             table.append(Row(f"{stack}.layers.{ours}.o.weight", f"{block}.{theirs}.o.weight", "d (n h) -> n h d"))
+        # T5 stores the position bias in layer 0 and shares it between layers; umT5 has one in every layer.
         bias = f"{stack}.block.{{i}}.layer.0.{parts[0][1]}.relative_attention_bias.weight"
         shared = Row(f"{stack}.bias.weight", bias.format(i=0))
         table += [
@@ -172,14 +183,14 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
 
 
 def unneeded(name: str, tensors: Tensors) -> bool:
-    """True for a tensor that a file may carry and the model does not need: a copy of the table, an unused bias."""
+    """Whether a tensor may be ignored: a copy of the embedding, or the unused cross-attention bias of old files."""
     if name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
         return equal_tensors(tensors, name, "shared.weight")
     return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
 def with_copies(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """An unscaled tied head is written out: version 4 would take a missing one for a scaled model."""
+    """Add lm_head.weight for a tied but unscaled head: without it transformers 4 would take the model for scaled."""
     if config.tied and not config.scaled:
         return {**tensors, "lm_head.weight": tensors["shared.weight"]}
     return tensors

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whatever file they are in. A new file format is one class that looks like `Tensors`."""
+"""Protocol for the tensors of a checkpoint. To support another file format, write a class that implements `Tensors`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
@@ -8,7 +8,7 @@ import numpy as np
 
 @runtime_checkable
 class Tensors(Protocol):
-    """Tensors by name. Names, shapes and dtypes are known at once; numbers are read when they are asked for."""
+    """Tensors by name. Names, shapes and dtypes are available without reading data; `tensors[name]` reads it."""
 
     def __iter__(self) -> Iterator[str]: ...
     def __contains__(self, name: str) -> bool: ...
@@ -18,7 +18,7 @@ class Tensors(Protocol):
 
 
 class InMemory:
-    """Tensors that are arrays already."""
+    """Tensors from a dictionary of arrays."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
         self._arrays = arrays

@@ -1,4 +1,4 @@
-"""ViT in Hugging Face's files: configuration fields and weight names, both directions."""
+"""Hugging Face format of ViT: config fields and weight names, for reading and writing."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from flaxen.hf.tensors import Tensors
 from flaxen.hf.weightmap import Row
 from flaxen.models.vit import Config
 
-# config.json's name -> ours.
+# Name in config.json -> name in our Config.
 FIELDS = {
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",
@@ -23,7 +23,8 @@ FIELDS = {
     "attention_probs_dropout_prob": "attention_dropout",
     "initializer_range": "std",
 }
-# encoder_stride and use_mask_token are of masked image modelling, whose head we do not have.
+# Fields that do not affect the computation, or that `read_config` reads itself. encoder_stride and use_mask_token
+# belong to masked image modelling, whose head we do not have.
 SILENT = {
     "encoder_stride", "image_size", "patch_size", "pooler_act", "pooler_output_size", "use_mask_token", "pad_token_id",
     "decoder_start_token_id",
@@ -36,7 +37,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", what: str = "config.json") -> Config:
-    """config.json as our Config; `at` is where its tensors' names begin."""
+    """Convert config.json to our Config; `at` is the prefix of the tensor names."""
     fields = read(json, FIELDS, Config, SILENT, FIXED, what)
     for name, default in (("image_size", 224), ("patch_size", 16)):
         value = json.get(name, default)
@@ -48,11 +49,12 @@ def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", wha
 
 
 def prefix(tensors: Tensors | None, at: str = "") -> str:
-    """A classifier names the tensors of its ViT 'vit.…'."""
+    """Return the name prefix of the ViT: 'vit.' in the file of a classifier, otherwise none."""
     return "vit." if tensors is not None and f"{at}vit.embeddings.cls_token" in tensors else ""
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
+    """Convert our Config to a config.json; square sizes become one number."""
     fields = dataclasses.asdict(config)
     sizes = {name: fields[name][0] if len(set(fields[name])) == 1 else list(fields[name]) for name in SIZES}
     pooler = {"pooler_act": config.pooler, "pooler_output_size": config.pooler_size}
@@ -70,7 +72,7 @@ SIZES = ("image_size", "patch_size")
 
 
 def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str = "") -> list[Row]:
-    """Every leaf of a ViT and its tensor, whose names begin with `at` in the file and with `ours` here."""
+    """Map every leaf of a ViT to its tensor; `at` prefixes the names in the file, `ours` those of the leaves."""
     body = f"{at}{prefix(tensors, at)}"
     layer, embeddings = f"{body}encoder.layer.{{i}}", f"{body}embeddings"
     table = [
@@ -79,18 +81,18 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
         Row("patches.weight", f"{embeddings}.patch_embeddings.projection.weight", "d c y x -> c y x d"),
         Row("patches.bias", f"{embeddings}.patch_embeddings.projection.bias"),
     ]
-    for mine, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
+    for part, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
         name = f"{layer}.attention.attention.{theirs}"
-        table.append(Row(f"layers.attention.{mine}.weight", f"{name}.weight", "(n h) d -> d n h"))
+        table.append(Row(f"layers.attention.{part}.weight", f"{name}.weight", "(n h) d -> d n h"))
         if config.qkv_bias:
-            table.append(Row(f"layers.attention.{mine}.bias", f"{name}.bias", "(n h) -> n h"))
+            table.append(Row(f"layers.attention.{part}.bias", f"{name}.bias", "(n h) -> n h"))
     table += [
         Row("layers.attention.o.weight", f"{layer}.attention.output.dense.weight", "d (n h) -> n h d"),
         Row("layers.attention.o.bias", f"{layer}.attention.output.dense.bias"),
     ]
-    for mine, theirs in (("wi", "intermediate"), ("wo", "output")):
-        table.append(Row(f"layers.mlp.{mine}.weight", f"{layer}.{theirs}.dense.weight", "d f -> f d"))
-        table.append(Row(f"layers.mlp.{mine}.bias", f"{layer}.{theirs}.dense.bias"))
+    for part, theirs in (("wi", "intermediate"), ("wo", "output")):
+        table.append(Row(f"layers.mlp.{part}.weight", f"{layer}.{theirs}.dense.weight", "d f -> f d"))
+        table.append(Row(f"layers.mlp.{part}.bias", f"{layer}.{theirs}.dense.bias"))
     for part in ("weight", "bias"):
         table += [
             Row(f"layers.attention_norm.{part}", f"{layer}.layernorm_before.{part}"),
@@ -104,7 +106,7 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
 
 
 def unneeded(name: str, tensors: Tensors, at: str = "") -> bool:
-    """True for a tensor that a file may carry and the model does not need: a classifier, the token of a mask."""
+    """Whether a tensor may be ignored: the classifier, and the mask token of masked image modelling."""
     body = f"{at}{prefix(tensors, at)}"
     return name == f"{body}embeddings.mask_token" or name in (f"{at}classifier.weight", f"{at}classifier.bias")
 

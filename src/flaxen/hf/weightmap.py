@@ -1,4 +1,4 @@
-"""One row per tensor, read left to right to load a checkpoint and right to left to save it."""
+"""Weight tables: one row per tensor maps our leaf to Hugging Face's tensor, for both loading and saving."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,10 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Row:
-    """Our leaf, Hugging Face's tensor, and the einops pattern from theirs to ours; `{i}` is our stacked layer axis."""
+    """Our leaf path, Hugging Face's tensor name, and the einops pattern from their layout to ours.
+
+    `{i}` in the tensor name is the layer index: our leaf stacks the tensors of all layers along its first axis.
+    """
 
     ours: str
     theirs: str
@@ -27,59 +30,66 @@ class Row:
 
     @property
     def stacked(self) -> bool:
+        """Whether our leaf stacks the tensors of all layers."""
         return "{i}" in self.theirs
 
     def files(self, leaf: Any) -> Iterator[str]:
-        """The names of the tensors that make up `leaf`."""
+        """Yield the names of the tensors that make up `leaf`."""
         yield from (self.theirs.format(i=i) for i in range(leaf.shape[0])) if self.stacked else (self.theirs,)
 
     def sizes(self, leaf: Any) -> dict[str, int]:
-        """The axis sizes of the pattern, taken from our side, where every axis stands alone."""
+        """Return the axis sizes of the pattern, from our layout, where no axes are merged."""
         ours = self.pattern.split("->")[1].split()
         return dict(zip(ours, leaf.shape[self.stacked :]))
 
     def their_shape(self, leaf: Any) -> tuple[int, ...]:
+        """Return the shape of each tensor that makes up `leaf`."""
         if not self.pattern:
             return tuple(leaf.shape[self.stacked :])
         theirs = self.pattern.split("->")[0]
-        return rearrange(np.broadcast_to(np.int8(0), leaf.shape[self.stacked :]), self._back(theirs)).shape
+        # Rearrange a zero-stride array of our shape: no memory is allocated.
+        return rearrange(np.broadcast_to(np.int8(0), leaf.shape[self.stacked :]), self._inverse(theirs)).shape
 
     @property
     def keeps_order(self) -> bool:
-        """Whether a pattern says that their tensor has our axes in our order: inputs first."""
+        """Whether the pattern keeps the order of axes, so that their tensor has input axes first like ours."""
         theirs, arrow, ours = self.pattern.partition("->")
         return bool(arrow) and re.sub(r"[()]", " ", theirs).split() == ours.split()
 
-    def _back(self, theirs: str) -> str:
+    def _inverse(self, theirs: str) -> str:
+        """Return the pattern from our layout to theirs."""
         return f"{self.pattern.split('->')[1]} -> {theirs}"
 
     def load(self, tensor: np.ndarray, leaf: Any) -> np.ndarray:
+        """Convert one of their tensors to our layout."""
         return rearrange(tensor, self.pattern, **self.sizes(leaf)) if self.pattern else tensor
 
     def save(self, array: np.ndarray) -> np.ndarray:
-        return rearrange(array, self._back(self.pattern.split("->")[0])) if self.pattern else array
+        """Convert one of our arrays to their layout."""
+        return rearrange(array, self._inverse(self.pattern.split("->")[0])) if self.pattern else array
 
 
 def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: Callable[[str, Tensors], bool]) -> M:
-    """The abstract `model` filled from `tensors`; every problem of the checkpoint is reported at once."""
+    """Fill the abstract `model` from `tensors`; missing, misshapen and unexpected tensors are all reported at once."""
     by_path = {row.ours: row for row in rows}
-    wanted = {theirs: row.their_shape(leaf) for path, leaf in leaves(model).items()
+    expected = {theirs: row.their_shape(leaf) for path, leaf in leaves(model).items()
               for row in [by_path[path]] for theirs in row.files(leaf)}  # fmt: skip
-    unexpected = [name for name in tensors if name not in wanted and not unneeded(name, tensors)]
+    unexpected = [name for name in tensors if name not in expected and not unneeded(name, tensors)]
     problems = []
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if name not in tensors:
             problems.append(f"missing tensor {name!r}{did_you_mean(name, unexpected)}")
         elif tensors.shape(name) != shape:
-            problems.append(f"tensor {name!r} has shape {tensors.shape(name)}, config.json asks for {shape}")
+            problems.append(f"tensor {name!r} has shape {tensors.shape(name)}, expected {shape}")
     problems += [f"unexpected tensor {name!r}" for name in unexpected]
     if problems:
-        raise InputError(f"the weights do not fit the config, {len(problems)} problems:\n  " + "\n  ".join(problems))
+        raise InputError(f"the weights do not match config.json, {len(problems)} problems:\n  " + "\n  ".join(problems))
 
     def fill(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         row = by_path[path]
         if not row.stacked:
             return jnp.asarray(row.load(tensors[row.theirs], leaf).astype(dtype))
+        # Convert layer by layer into place: stacking converted layers would need twice the memory.
         array = np.empty(leaf.shape, dtype)
         for i, name in enumerate(row.files(leaf)):
             array[i] = row.load(tensors[name], leaf)
@@ -89,19 +99,19 @@ def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: 
 
 
 def save(model: Any, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Every tensor of the checkpoint, in Hugging Face's names and layout."""
+    """Convert a model to tensors with Hugging Face's names and layout."""
     by_path = {row.ours: row for row in rows}
     tensors = {}
     for path, leaf in leaves(model).items():
         row, array = by_path[path], np.asarray(leaf)
         slices = array if row.stacked else [array]
-        for name, one in zip(row.files(leaf), slices):
-            tensors[name] = np.asarray(row.save(one), order="C")
+        for name, layer in zip(row.files(leaf), slices):
+            tensors[name] = np.asarray(row.save(layer), order="C")
     return tensors
 
 
 def equal_tensors(tensors: Tensors, a: str, b: str) -> bool:
-    """Whether both tensors are there and hold the same numbers."""
+    """Whether both tensors exist and are equal."""
     return (
         a in tensors
         and b in tensors

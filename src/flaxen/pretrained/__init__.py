@@ -1,8 +1,11 @@
-"""A model with its tokenizer: loaded from a checkpoint, asked for logits or text, saved again.
+"""The Python API: load a model with its tokenizer, generate, embed, compute logits, save.
 
-model.py    Pretrained: the facade            loading.py  load, create; checkpoint directories
-prompts.py  texts and images as model inputs  memory.py   what a Transformer-VQ has read
-compose.py  a captioner of two models         embedding.py  one vector for each text
+model.py      Pretrained: a model with its tokenizer, and all that can be done with it
+loading.py    load, create; reading and writing checkpoint directories
+prompts.py    texts and images to model inputs
+embedding.py  text embeddings from encoder hidden states
+compose.py    a captioner from a ViT and a GPT-2
+memory.py     stored state of a Transformer-VQ, to continue generating from
 """
 
 from flaxen.pretrained.compose import compose

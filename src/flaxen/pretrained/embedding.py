@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states of an encoder, pooled to one vector for each text."""
+"""Text embeddings: the hidden states of an encoder, pooled to one vector per text."""
 
 import json
 from collections.abc import Sequence
@@ -19,13 +19,17 @@ from flaxen.hf.sentence import Modules
 if TYPE_CHECKING:
     from flaxen.pretrained.model import Pretrained
 
-POOLINGS = ("mean", "first", "cls", "max", "none")  # cls is first by its other name; none keeps every token
+POOLINGS = ("mean", "first", "cls", "max", "none")  # cls is an alias of first; none returns one vector per token
 ACTIVATIONS = {"Identity": lambda x: x, "Tanh": jnp.tanh, "ReLU": jax.nn.relu}
-UNLIMITED = 10**9  # a tokenizer without a limit of its own says 10**30
+UNLIMITED = 10**9  # tokenizers without a length limit have model_max_length = 10**30
 
 
 class Embedder:
-    """A model, and how it embeds texts. What is None is the checkpoint's own, else mean and not normalised."""
+    """Embeds texts with a model's encoder.
+
+    Options that are None come from the checkpoint's sentence-transformers modules. Without those they are mean pooling,
+    no normalisation, and the tokenizer's length limit.
+    """
 
     def __init__(
         self,
@@ -37,47 +41,45 @@ class Embedder:
     ):
         family = pretrained.family
         if family.encode is None:
-            raise InputError(
-                f"a {family.name} has no text encoder; embeddings are made with a T5, whole or its encoder"
-            )
+            raise InputError(f"a {family.name} has no text encoder; use a T5 or a T5 encoder for embeddings")
         if pooling is not None and pooling not in POOLINGS:
             raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
         for name, value in (("batch_size", batch_size), ("length", length)):
             if value is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
-        own = pretrained.modules or Modules()
-        self.pooling = {"cls": "first"}.get(chosen := pooling or own.pooling, chosen)
-        self.normalise = own.normalise and self.pooling != "none" if normalise is None else normalise
-        self.dense = own.dense if self.pooling != "none" else ()
-        self.length = length or own.length or _limit(pretrained.tokenizer)
-        self.cut = 0  # texts that were longer, so far
-        self._pretrained, self._batch_size, self._prefix = pretrained, batch_size, own.prefix
+        modules = pretrained.modules or Modules()
+        self.pooling = {"cls": "first"}.get(requested := pooling or modules.pooling, requested)
+        self.normalise = modules.normalise and self.pooling != "none" if normalise is None else normalise
+        self.dense = modules.dense if self.pooling != "none" else ()
+        self.length = length or modules.length or _length_limit(pretrained.tokenizer)
+        self.cut = 0  # number of texts truncated to `length` so far
+        self._pretrained, self._batch_size, self._prefix = pretrained, batch_size, modules.prefix
 
     @property
     def width(self) -> int:
-        """Numbers in an embedding."""
+        """Dimension of an embedding."""
         return len(self.dense[-1].weight) if self.dense else self._pretrained.config.d_model
 
     def __call__(self, texts: Sequence[Any]) -> list[np.ndarray]:
-        """The embedding of each text, [D]; or without pooling the states of its tokens, [T, D]. In float32."""
+        """Embed each text as a float32 vector [D], or as one vector per token, [T, D], if pooling is "none"."""
         ids = [self._ids(text, f"text {i}") for i, text in enumerate(texts)]
-        found: list[Any] = [None] * len(ids)
-        dense = [(one.weight, one.bias) for one in self.dense]
+        embeddings: list[Any] = [None] * len(ids)
+        dense = [(layer.weight, layer.bias) for layer in self.dense]
         for rows, inputs in batches(ids, self._batch_size, self._pretrained.config.pad_id, left=False):
             arrays = tuple(map(jnp.asarray, inputs))
-            how = (self.pooling, tuple(one.activation for one in self.dense), bool(self.normalise))
-            made = np.asarray(_embed(self._pretrained.family.encode, how, self._pretrained.model, dense, *arrays))
-            for row, number in enumerate(rows):
-                if number >= 0:
-                    found[number] = made[row, : len(ids[number])] if self.pooling == "none" else made[row]
-        return found
+            static = (self.pooling, tuple(layer.activation for layer in self.dense), bool(self.normalise))
+            output = np.asarray(_embed(self._pretrained.family.encode, static, self._pretrained.model, dense, *arrays))
+            for row, index in enumerate(rows):
+                if index >= 0:  # -1 marks rows that only fill up the batch
+                    embeddings[index] = output[row, : len(ids[index])] if self.pooling == "none" else output[row]
+        return embeddings
 
     def _ids(self, text: Any, what: str) -> list[int]:
-        """With the end token, which a cut text keeps."""
-        read = f"{self._prefix}{text}" if isinstance(text, str) else text
-        ids = self._pretrained.prompts.ids(read, what)
+        """Convert a text to ids, truncated to `length`; a truncated text keeps its end token."""
+        prompt = f"{self._prefix}{text}" if isinstance(text, str) else text
+        ids = self._pretrained.prompts.ids(prompt, what)
         if not ids:
-            raise InputError(f"{what} has no ids; there is nothing to embed")
+            raise InputError(f"{what} has no ids, so there is nothing to embed; remove it")
         if self.length is None or len(ids) <= self.length:
             return ids
         self.cut += 1
@@ -85,8 +87,9 @@ class Embedder:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _embed(encode: Any, how: tuple, model: Any, dense: list, ids: Array, valid: Array) -> Array:
-    pooling, activations, normalise = how
+def _embed(encode: Any, static: tuple, model: Any, dense: list, ids: Array, valid: Array) -> Array:
+    """Encode, pool, apply the dense layers and normalise. `static` is (pooling, activations, normalise)."""
+    pooling, activations, normalise = static
     x = encode(model, ids, valid).astype(jnp.float32)
     x = x if pooling == "none" else pool(x, valid, pooling)
     for (weight, bias), activation in zip(dense, activations):
@@ -97,7 +100,7 @@ def _embed(encode: Any, how: tuple, model: Any, dense: list, ids: Array, valid: 
 
 
 def pool(x: Float[Array, "B T D"], valid: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
-    """One vector for each row, of its real tokens."""
+    """Pool the hidden states of each row's valid tokens to one vector: the first, the maximum or the mean."""
     if pooling == "first":
         return x[:, 0]
     if pooling == "max":
@@ -106,8 +109,8 @@ def pool(x: Float[Array, "B T D"], valid: Bool[Array, "B T"], pooling: str) -> F
     return total / jnp.maximum(valid.sum(axis=1), 1)[:, None]
 
 
-def _limit(tokenizer: Tokenizer | None) -> int | None:
-    """Tokens that a tokenizer cuts texts to, as its settings say."""
-    says = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}")) if tokenizer else {}
-    limit = says.get("model_max_length")
+def _length_limit(tokenizer: Tokenizer | None) -> int | None:
+    """Return the length limit in a tokenizer's tokenizer_config.json, if it has one."""
+    settings = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}")) if tokenizer else {}
+    limit = settings.get("model_max_length")
     return int(limit) if limit is not None and limit < UNLIMITED else None

@@ -1,4 +1,4 @@
-"""Checkpoint directories: what one says of its model, the weights, and how they are written."""
+"""Load and create models; read and write Hugging Face checkpoint directories."""
 
 import os
 from dataclasses import dataclass
@@ -27,24 +27,25 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint directory, opened: all but the numbers."""
+    """An opened checkpoint directory: everything but the weights, which are read on demand."""
 
     directory: Path
     family: Family
     config: Any
     tensors: Tensors
-    generation: dict[str, Any]  # generation_config.json, empty if there is none
+    generation: dict[str, Any]  # generation_config.json; empty if there is none
     processor: ImageProcessor | None  # preprocessor_config.json
-    modules: Modules | None  # modules.json, of a family that makes embeddings
+    modules: Modules | None  # modules.json, for families with embeddings
 
     def tokenizer(self) -> Tokenizer | None:
-        beside = files.tokenizer_folder(self.directory)
-        return load_tokenizer(self.directory) or (load_tokenizer(beside) if beside else None)
+        """Load the tokenizer, from the directory or (for the text encoder of a diffusion model) a sibling folder."""
+        sibling = files.tokenizer_folder(self.directory)
+        return load_tokenizer(self.directory) or (load_tokenizer(sibling) if sibling else None)
 
     def weights(
         self, config: Any = None, dtype: Any = jnp.float32, adapter: str | os.PathLike[str] | None = None
     ) -> Any:
-        """The model, with this configuration if it is another way to compute the same, and a LoRA adapter added."""
+        """Load the model, with its configuration replaced by an equivalent one and a LoRA adapter merged if given."""
         stored, form = self.config, self.family.format
         rows = form.rows(stored, self.tensors)
         model = weightmap.load(self.family.model(stored), rows, self.tensors, dtype, form.unneeded)
@@ -53,22 +54,22 @@ class Stored:
 
 
 def read(directory: Path) -> Stored:
-    """A checkpoint directory as it says of itself; no weights are read."""
+    """Open a checkpoint directory and read its configuration; no weights are read."""
     top, directory = directory, sentence.transformer(directory)
     json = files.read_json(directory / "config.json")
     family = families.of_json(json, directory)
     tensors = Safetensors(directory)
     path = directory / "generation_config.json"
     generation = files.read_json(path) if path.exists() else {}
-    # Its ids win over config.json's, as in transformers.
-    own = {name: value for name in family.format.special if (value := generation.get(name)) is not None}
-    config = family.format.read_config({**json, **own}, tensors)
+    # Special token ids in generation_config.json override those in config.json, as in transformers.
+    special = {name: value for name in family.format.special if (value := generation.get(name)) is not None}
+    config = family.format.read_config({**json, **special}, tensors)
     modules = sentence.read(top) if family.encode else None
     return Stored(directory, family, config, tensors, generation, ImageProcessor.read(directory), modules)
 
 
 def write(model: Any, directory: Path, generation: dict[str, Any], shard_bytes: int) -> None:
-    """config.json, generation_config.json and the weights."""
+    """Write config.json, generation_config.json and the weights of a model into an existing directory."""
     config, form = model.config, families.of_model(model).format
     dtype = str(jax.tree.leaves(model)[0].dtype)
     tensors = form.with_copies(config, weightmap.save(model, form.rows(config, None)))
@@ -86,8 +87,15 @@ def load(
     adapter: str | os.PathLike[str] | None = None,
     subfolder: str | None = None,
 ) -> Pretrained:
-    """A checkpoint directory or hub id, or a `subfolder` of it, with a LoRA adapter of PEFT's form added. Weights are
-    kept in `dtype`; matmuls are computed in `compute`, or `dtype`."""
+    """Load a checkpoint from a local directory or from the Hugging Face hub ('google/flan-t5-small').
+
+    Args:
+        source: checkpoint directory or hub id.
+        dtype: dtype of the weights in memory, 'float32' or 'bfloat16'.
+        compute: dtype of matrix products; `dtype` if None.
+        adapter: directory or hub id of a LoRA adapter in PEFT's format, which is merged into the weights.
+        subfolder: folder of `source` that holds the model, such as 'text_encoder_2' of a diffusion model.
+    """
     for name in (dtype, compute or dtype):
         if name not in DTYPES:
             raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
@@ -102,27 +110,28 @@ def load(
 def create(
     config: Any, seed: int = 0, tokenizer: Tokenizer | None = None, processor: ImageProcessor | None = None
 ) -> Pretrained:
-    """A model with random weights."""
+    """Create a model with random weights from a configuration, such as `flaxen.models.t5.Config()`."""
     return Pretrained(initialise(families.of_config(config).model(config), seed), tokenizer, {}, processor)
 
 
 def with_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
-    """The model with a LoRA adapter of a directory or hub id added to its weights."""
+    """Merge a LoRA adapter, given as a directory or hub id, into the weights of a model."""
     rows = families.of_model(model).format.rows(model.config, None)
     return lora.merge(model, peft.read(files.locate(adapter), rows, dict(lora.linears(model))), 1.0)
 
 
 def computed_in(config: Any, compute: str, **options: Any) -> Any:
+    """Return the configuration with a compute dtype and other options set."""
     try:
         return with_options(config, compute=compute, **options)
     except ValueError as error:
-        raise InputError(f"the model's configuration: {error}") from None
+        raise InputError(f"invalid model configuration: {error}") from None
 
 
 def check_tokenizer(tokenizer: Tokenizer | None, config: Any, where: Any) -> None:
-    """Refuse a tokenizer with more ids than the model has rows."""
+    """Raise an error if the tokenizer has more ids than the model has embeddings."""
     rows = getattr(config, "vocab_size", None)
     if tokenizer is not None and rows is not None and tokenizer.size > rows:
         raise InputError(
-            f"{where}: the tokenizer has {tokenizer.size:,} ids and the model only {rows:,}; they do not fit"
+            f"{where}: the tokenizer has {tokenizer.size:,} ids, but the model only {rows:,}; use a matching tokenizer"
         )

@@ -1,4 +1,4 @@
-"""`Pretrained`: a model and what belongs to it."""
+"""`Pretrained`: a model with its tokenizer and settings, and the methods to use it."""
 
 import dataclasses
 import hashlib
@@ -33,40 +33,51 @@ from flaxen.tree import leaves
 
 @dataclass(frozen=True)
 class Generated:
-    """One output. `tokens` ends with the end token if there was one; `logprobs` are the model's own, per token."""
+    """One generated output."""
 
-    text: str | None
-    tokens: list[int]
-    logprobs: list[float]
-    score: float  # of beam search: transformers' length-normalised score; else the sum of logprobs
-    index: int  # of its input
+    text: str | None  # decoded tokens; None without a tokenizer
+    tokens: list[int]  # generated ids, including the end token if there is one
+    logprobs: list[float]  # log-probability of each token under the model itself, before logits processors
+    score: float  # beam search: transformers' length-normalised score; otherwise the sum of logprobs
+    index: int  # index of its prompt
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model and what belongs to it."""
+    """A model with its tokenizer, image processor and generation defaults.
+
+    Made by `flaxen.load` and `flaxen.create`:
+
+        model = flaxen.load("google/flan-t5-small")
+        outputs = model.generate(["translate English to German: Good morning."], num_beams=4, max_new_tokens=32)
+        print(outputs[0].text)
+        model.save("my-model")
+    """
 
     model: Any
     tokenizer: Tokenizer | None = None
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json
-    processor: ImageProcessor | None = None  # preprocessor_config.json
-    modules: Modules | None = None  # of sentence-transformers: what makes embeddings of hidden states
+    processor: ImageProcessor | None = None  # preprocessor_config.json: how images become pixels
+    modules: Modules | None = None  # sentence-transformers modules: pooling and dense layers of `embed`
 
     @property
     def config(self) -> Any:
+        """The model's configuration, such as `flaxen.models.t5.Config`."""
         return self.model.config
 
     @cached_property
     def family(self) -> Family:
+        """The model's architecture, as a record of `flaxen.families`."""
         return families.of_model(self.model)
 
     @cached_property
     def prompts(self) -> PromptReader:
+        """Converter from prompts to model inputs."""
         return PromptReader(self.family, self.config, self.tokenizer, self.processor)
 
     @property
     def decoder(self) -> Decoder:
-        """The model with its weights laid out for decoding: once for all calls, unless it was changed in place."""
+        """The model with its weights laid out for decoding; cached until a weight is replaced in place."""
         now = jax.tree.leaves(self.model)
         then, decoder = self.__dict__.get("_prepared", ([], None))
         if decoder is None or len(then) != len(now) or any(a is not b for a, b in zip(then, now)):
@@ -75,32 +86,50 @@ class Pretrained:
         return decoder
 
     def logits(self, inputs: Any, decoder_input_ids: Any = None, valid: Any = None) -> np.ndarray:
-        """Logits [B, T, V]. A T5 takes input_ids [B, S] and decoder_input_ids [B, T], a captioner images and the
-        latter, a GPT-2 ids [B, T] alone; `valid` is True for real inputs."""
+        """Compute logits [B, T, V], one row of scores over the vocabulary per position.
+
+        Args:
+            inputs: token ids [B, S] of a T5, token ids [B, T] of a decoder-only model, or images of a captioner.
+            decoder_input_ids: token ids [B, T] that the decoder reads, for T5 and captioners; they begin with the start
+                token.
+            valid: mask [B, S] of `inputs`, True for real tokens and False for padding. All are real if None.
+        """
         if self.family.decoder is None:
-            raise InputError(f"a {self.family.name} has no output head, and so no logits")
-        rule, check = self.family.prompting, self.prompts.checked
+            raise InputError(f"a {self.family.name} has no output head and therefore no logits")
+        rule, check = self.family.prompting, self.prompts.check_ids
         decoder_ids = None if rule.continues else jnp.asarray(check(decoder_input_ids, "decoder_input_ids"))
         if rule.reads == "image":
             return np.asarray(_logits(self.model, jnp.asarray(self.pixels(inputs)), decoder_ids))
         ids = check(inputs, "input_ids")
         mask = None if valid is None else jnp.asarray(np.asarray(valid, bool))
         if mask is not None and mask.shape != ids.shape:
-            raise InputError(f"valid has shape {mask.shape}, input_ids {ids.shape}; they must be equal")
+            raise InputError(f"valid must have the shape of input_ids, {ids.shape}, got {mask.shape}")
         return np.asarray(_logits(self.model, jnp.asarray(ids), decoder_ids, mask))
 
     def generate(
         self, prompts: Prompts, *, batch_size: int = 16, memory: Memory | None = None, first: int = 0, **options: Any
     ) -> list[Generated]:
-        """Outputs in the order of the prompts, num_return_sequences of each. The options are `flaxen.Options`. A
-        Transformer-VQ can continue from a `memory`, with one prompt that may be empty. Prompts that are a part of more
-        begin with number `first`, so that samples are those of the whole."""
+        """Generate outputs for one or several prompts, by greedy search, beam search or sampling.
+
+        Args:
+            prompts: texts or lists of token ids; for a captioner images, as paths, PIL images or pixel arrays.
+            batch_size: number of prompts to decode in parallel. It does not affect the outputs.
+            memory: state of a Transformer-VQ, from `remember`; the output continues it and a single prompt, which may
+                be empty.
+            first: index of the first prompt, if `prompts` is a slice of a longer list; sampling depends on the index.
+            **options: fields of `flaxen.Options`, such as `max_new_tokens`, `num_beams` or `do_sample`. They override
+                the checkpoint's generation_config.json.
+
+        Returns:
+            The outputs in the order of the prompts, `num_return_sequences` for each.
+        """
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         generator = self._generator(options)
-        found = self._batches(prompts, batch_size, generator.options.max_new_tokens, memory)
-        outputs = generator.outputs((np.where(rows < 0, rows, rows + first), inputs) for rows, inputs in found)
-        return [Generated(self._decode(one.tokens), *one) for one in sorted(outputs, key=lambda one: one.prompt)]
+        batches = self._batches(prompts, batch_size, generator.options.max_new_tokens, memory)
+        outputs = generator.outputs((np.where(rows < 0, rows, rows + first), inputs) for rows, inputs in batches)
+        ordered = sorted(outputs, key=lambda output: output.prompt)  # batches are sorted by length
+        return [Generated(self._decode(output.tokens), *output) for output in ordered]
 
     def embed(
         self,
@@ -110,57 +139,78 @@ class Pretrained:
         batch_size: int = 16,
         length: int | None = None,
     ) -> np.ndarray | list[np.ndarray]:
-        """Embeddings [N, D] in float32, of texts or lists of ids. `pooling` is over the real tokens, the end token
-        included: mean, max, first (or cls), or none for a list of [T, D]. Texts are cut to `length` tokens. What is
-        None is as the checkpoint has it; one that says nothing has mean, not normalised."""
+        """Compute embeddings of texts with the model's encoder, as a float32 array [N, D].
+
+        Args:
+            texts: texts or lists of token ids.
+            pooling: how token vectors become one, over all real tokens including the end token: 'mean', 'max', 'first'
+                (also called 'cls'), or 'none' for a list of arrays [T, D] with one vector per token.
+            normalise: scale each embedding to length 1.
+            batch_size: number of texts to encode in parallel. It does not affect the embeddings.
+            length: maximum number of tokens; longer texts are truncated, with a warning.
+
+        `pooling`, `normalise` and `length` default to the checkpoint's own settings, if it has sentence-transformers
+        files; otherwise to mean pooling, no normalisation and the tokenizer's limit.
+        """
         embedder = Embedder(self, pooling, normalise, batch_size, length)
-        every = self.prompts.listed(texts)
-        found = embedder(every)
+        items = self.prompts.as_list(texts)
+        embeddings = embedder(items)
         if embedder.cut:
             warnings.warn(
-                f"{embedder.cut:,} of {len(every):,} texts were cut to {embedder.length} tokens", stacklevel=2
+                f"{embedder.cut:,} of {len(items):,} texts were truncated to {embedder.length} tokens", stacklevel=2
             )
         if embedder.pooling == "none":
-            return found
-        return np.stack(found) if found else np.zeros((0, embedder.width), np.float32)
+            return embeddings
+        return np.stack(embeddings) if embeddings else np.zeros((0, embedder.width), np.float32)
 
     def stream(self, prompt: Any, memory: Memory | None = None, **options: Any) -> Iterator[str]:
-        """The text of one output, piece by piece as it is generated."""
+        """Generate one output and yield its text piece by piece, by greedy search or sampling.
+
+        The pieces together equal the text of `generate` with the same options.
+        """
         generator = self._generator(options)
-        chosen = generator.options
-        if chosen.beams != 1:
-            raise InputError("a stream has one sequence: leave num_beams and num_return_sequences at 1")
+        settings = generator.options
+        if settings.beams != 1:
+            raise InputError("stream generates one sequence; num_beams and num_return_sequences must be 1")
         if self.tokenizer is None:
-            raise InputError("this checkpoint has no tokenizer; use generate() with ids")
-        ((rows, inputs),) = self._batches([prompt], 1, chosen.max_new_tokens, memory)
-        search, said = generator.begin(rows, inputs), ""
+            raise InputError("the checkpoint has no tokenizer; use generate() with lists of token ids")
+        ((rows, inputs),) = self._batches([prompt], 1, settings.max_new_tokens, memory)
+        search, emitted = generator.begin(rows, inputs), ""
         first = int(search.begun)
-        for n in range(1, chosen.max_new_tokens + 1):
+        for n in range(1, settings.max_new_tokens + 1):
             search = generator.advance(search, n)
-            over = bool(ended(search, chosen)) or n == chosen.max_new_tokens
+            complete = bool(ended(search, settings)) or n == settings.max_new_tokens
             text = self.tokenizer.decode(np.asarray(search.tokens)[0, 0, first : first + n].tolist())
-            # A character may be half there: hold it back until its last byte has come.
-            if text.startswith(said) and (over or not text.endswith("�")):
-                yield text[len(said) :]
-                said = text
-            if over:
+            # Tokens can split a character: hold an incomplete one back until its last byte has been generated.
+            if text.startswith(emitted) and (complete or not text.endswith("�")):
+                yield text[len(emitted) :]
+                emitted = text
+            if complete:
                 return
 
     def remember(self, prompt: str | Sequence[int], memory: Memory | None = None) -> Memory:
-        """What a Transformer-VQ keeps of a text, to continue from at any time. Its size is that of any other."""
+        """Read a text with a Transformer-VQ and return its state, for `generate` and `stream` to continue from.
+
+        With `memory` the text continues an earlier one. The size of the result does not depend on the length of the
+        text.
+        """
         return memories.remember(self, prompt, memory)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Prompts as ids, checked: in range, and something in each beside special tokens."""
+        """Convert prompts to lists of token ids; raise an error if there is nothing to generate from."""
         return self.prompts.encode(prompts)
 
     def pixels(self, images: Any) -> np.ndarray:
-        """Images as the model takes them, [B, C, height, width]: paths, PIL images, or arrays that are so already."""
+        """Convert images (paths, PIL images or pixel arrays) to model inputs of shape [B, C, height, width]."""
         return self.prompts.pixels(images)
 
     def save(self, directory: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
-        """Write a Hugging Face checkpoint that transformers 4 and 5 load with equal logits: all of it, or nothing."""
-        from flaxen.pretrained import loading  # which makes objects of this class
+        """Save as a Hugging Face checkpoint, which transformers 4 and 5 load with equal logits.
+
+        An existing checkpoint in `directory` is replaced only once the new one is complete. Weights are split into
+        files of at most `shard_bytes` bytes.
+        """
+        from flaxen.pretrained import loading  # imported here because loading imports this module
 
         with files.atomic_directory(Path(directory)) as fresh:
             loading.write(self.model, fresh, self.generation, shard_bytes)
@@ -173,21 +223,22 @@ class Pretrained:
 
     @cached_property
     def digest(self) -> str:
-        """Of the weights, the same for f32 ones and for bf16 ones made of them."""
-        found = hashlib.blake2b(digest_size=16)
+        """Hash of the weights; the same for float32 weights and their bfloat16 copies."""
+        digest = hashlib.blake2b(digest_size=16)
         for path, leaf in leaves(self.model).items():
-            found.update(path.encode() + np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
-        return found.hexdigest()
+            digest.update(path.encode() + np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
+        return digest.hexdigest()
 
     @classmethod
     def over_bytes(cls, model: Any) -> "Pretrained":
-        """A model whose ids are those of bytes, if there are as many."""
-        bytewise = ByteTokenizer.plain()
-        return cls(model, bytewise if model.config.vocab_size == bytewise.size else None)
+        """Wrap a model with a byte tokenizer, if its vocabulary has the size of one."""
+        tokenizer = ByteTokenizer.plain()
+        return cls(model, tokenizer if model.config.vocab_size == tokenizer.size else None)
 
     def _batches(
         self, prompts: Prompts, batch_size: int, new: int, memory: Memory | None
     ) -> Iterable[tuple[np.ndarray, Any]]:
+        """Convert prompts to batches of (prompt indices, inputs); with a memory there is only one."""
         if memory is not None:
             return [memories.continued(self, prompts, memory)]
         return self.prompts.batches(prompts, batch_size, new)
@@ -196,13 +247,16 @@ class Pretrained:
         return self.tokenizer.decode(ids) if self.tokenizer else None
 
     def _generator(self, given: dict[str, Any]) -> Generator:
+        """Check the options and return a Generator for this model."""
         if self.family.decoder is None:
-            raise InputError(f"a {self.family.name} generates nothing by itself")
+            raise InputError(f"a {self.family.name} cannot generate text by itself")
         options = make_options(given, self.generation)
         forced = (options.forced_bos_token_id, options.forced_eos_token_id)
-        for one in (*forced, *(options.eos_token_id or ()), *(i for word in options.bad_words_ids for i in word)):
-            if one is not None and not 0 <= one < self.config.vocab_size:
-                raise InputError(f"token id {one} in the options is not in 0 … {self.config.vocab_size - 1}")
+        for token in (*forced, *(options.eos_token_id or ()), *(i for word in options.bad_words_ids for i in word)):
+            if token is not None and not 0 <= token < self.config.vocab_size:
+                raise InputError(
+                    f"token ids in options must be between 0 and {self.config.vocab_size - 1}, got {token}"
+                )
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
         return Generator(self.decoder, options, self.config.pad_id, eos)
 

@@ -1,4 +1,4 @@
-"""Prompts as the inputs of a model: texts to ids, images to pixels, checked and batched."""
+"""Convert prompts to model inputs: texts to token ids, images to pixels, checked and batched."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from flaxen.errors import InputError
 from flaxen.families import Family
 from flaxen.generate.batches import batches, groups
 
-# Texts, lists of ids, or images: paths, PIL images, arrays of pixels.
+# One or several prompts: texts, lists of token ids, or images (paths, PIL images, arrays of pixels).
 Prompts = str | os.PathLike[str] | Sequence[Any] | np.ndarray
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """What stands between a user's prompts and a model of this family."""
+    """Converts a user's prompts to inputs of a model of this family."""
 
     family: Family
     config: Any
@@ -29,11 +29,12 @@ class PromptReader:
     processor: ImageProcessor | None
 
     def batches(self, prompts: Prompts, batch_size: int, new: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """The inputs of some prompts at a time, with their numbers; `new` tokens are to follow each."""
+        """Yield (prompt indices, inputs) per batch; raise an error if a prompt leaves no room for `new` tokens."""
         rule = self.family.prompting
         if rule.reads == "image":
             images = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
             for rows in groups(range(len(images)), batch_size):
+                # Rows of -1 fill up the batch: any image will do.
                 yield rows, self.pixels([images[max(row, 0)] for row in rows])
             return
         encoded = self.encode(prompts)
@@ -41,22 +42,22 @@ class PromptReader:
         for i, ids in enumerate(encoded):
             if limit is not None and len(ids) + new > limit:
                 raise InputError(
-                    f"prompt {i} has {len(ids):,} tokens and max_new_tokens={new:,} are to follow, but the model "
-                    f"has {limit:,} positions; shorten it, or ask for fewer"
+                    f"prompt {i} has {len(ids):,} tokens, which with max_new_tokens={new:,} exceeds the model's "
+                    f"{limit:,} positions; shorten the prompt or reduce max_new_tokens"
                 )
         for rows, inputs in batches(encoded, batch_size, self.config.pad_id, left=rule.continues):
             yield rows, (*inputs, None) if rule.carries else inputs
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Prompts as ids, checked: in range, and something in each beside special tokens."""
-        return [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(self.listed(prompts))]
+        """Convert prompts to token ids; raise an error if one has nothing to generate from."""
+        return [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(self.as_list(prompts))]
 
-    def listed(self, prompts: Prompts) -> list[Any]:
-        """One prompt or several, as a list."""
-        found: list[Any] = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
-        if found and isinstance(found[0], int | np.integer):
-            raise InputError("prompts are texts or lists of ids, got a bare list of ids; wrap it in a list")
-        return found
+    def as_list(self, prompts: Prompts) -> list[Any]:
+        """Return one or several prompts as a list."""
+        items: list[Any] = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
+        if items and isinstance(items[0], int | np.integer):
+            raise InputError("prompts must be texts or lists of ids, got a single list of ids; wrap it in a list")
+        return items
 
     def _encode(self, prompt: Any, what: str) -> list[int]:
         rule = self.family.prompting
@@ -67,48 +68,49 @@ class PromptReader:
             return ids or [self.config.start_id]
         blank = isinstance(prompt, str) and self.tokenizer is not None and not self.tokenizer.decode(ids)
         if blank or not set(ids) - {self.config.pad_id, *self.config.eos_ids}:
-            problem = "is empty" if not len(prompt) else "holds only special tokens"
-            raise InputError(f"{what} {problem}; there is nothing to generate from")
+            problem = "is empty" if not len(prompt) else "has only special tokens"
+            raise InputError(f"{what} {problem}, so there is nothing to generate from")
         return ids
 
     def ids(self, prompt: Any, what: str, eos: bool = True) -> list[int]:
-        """A text through the tokenizer, or ids as they are."""
+        """Tokenize a text, or check a list of ids."""
         if not isinstance(prompt, str):
-            return self.checked(prompt, what, axes=1).tolist()
+            return self.check_ids(prompt, what, axes=1).tolist()
         if self.tokenizer is None:
-            raise InputError("this checkpoint has no tokenizer files; give lists of ids instead of texts")
+            raise InputError("the checkpoint has no tokenizer; pass lists of token ids instead of texts")
         return self.tokenizer.encode(prompt, eos=eos, specials=self.family.prompting.specials)
 
     def continuation(self, prompt: Any, what: str = "prompt") -> list[int]:
-        """Ids of a text that something follows: no end token."""
+        """Convert a prompt that the output continues to ids, without an end token."""
         return self.ids(prompt, what, eos=False)
 
     def pixels(self, images: Any) -> np.ndarray:
-        """Images as the model takes them, [B, C, height, width]: paths, PIL images, or arrays that are so already."""
+        """Convert images (paths, PIL images or pixel arrays) to model inputs of shape [B, C, height, width]."""
         if isinstance(images, np.ndarray | jax.Array):
-            found = np.asarray(images, np.float32)
+            pixels = np.asarray(images, np.float32)
         else:
-            found = np.stack([self._image(image, i) for i, image in enumerate(images)])
-        seeing = getattr(self.config, "encoder", self.config)
-        want = (seeing.n_channels, *seeing.image_size)
-        if found.ndim != 4 or (found.shape[1:] != want and not seeing.interpolate):
-            raise InputError(f"expected pixels of shape (pictures, {', '.join(map(str, want))}), got {found.shape}")
-        return found
+            pixels = np.stack([self._image(image, i) for i, image in enumerate(images)])
+        vision = getattr(self.config, "encoder", self.config)
+        expected = (vision.n_channels, *vision.image_size)
+        if pixels.ndim != 4 or (pixels.shape[1:] != expected and not vision.interpolate):
+            raise InputError(f"expected pixels of shape (images, {', '.join(map(str, expected))}), got {pixels.shape}")
+        return pixels
 
-    def _image(self, image: Any, number: int) -> np.ndarray:
+    def _image(self, image: Any, index: int) -> np.ndarray:
+        """Convert one image to pixels of shape [C, height, width]."""
         if isinstance(image, np.ndarray | jax.Array):
             return np.asarray(image, np.float32)
         if self.processor is None:
-            raise InputError("this checkpoint has no preprocessor_config.json; give arrays of pixels, not pictures")
+            raise InputError("the checkpoint has no preprocessor_config.json; pass arrays of pixels instead of images")
         if isinstance(image, str | os.PathLike):
             try:
                 image = open_image(Path(image).expanduser())
             except UnreadableImage as error:
-                raise InputError(f"picture {number}, {image}: {error}") from None
+                raise InputError(f"image {index}, {image}: {error}") from None
         return self.processor(image)
 
-    def checked(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:
-        """Ids as int32, if they are in the vocabulary."""
+    def check_ids(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:
+        """Convert ids to an int32 array; raise an error unless it has `axes` axes and ids in the vocabulary."""
         try:
             array = np.asarray(ids)
         except ValueError:
@@ -119,5 +121,5 @@ class PromptReader:
             raise InputError(f"{what} must be integer ids with {axes} axes, got {array.dtype} of shape {array.shape}")
         if not 0 <= array.min() <= array.max() < self.config.vocab_size:
             wrong = array.min() if array.min() < 0 else array.max()
-            raise InputError(f"{what}: id {wrong} is not in 0 … {self.config.vocab_size - 1}, the model's vocabulary")
+            raise InputError(f"{what}: ids must be between 0 and {self.config.vocab_size - 1}, got {wrong}")
         return array.astype(np.int32)
