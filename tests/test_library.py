@@ -34,7 +34,7 @@ from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.nn.param import initialise
 from flaxen.models.t5 import T5, Config
 from flaxen.tasks.denoise import Denoise
-from flaxen.tasks.objective import Objective
+from flaxen.tasks.objective import DenoiseObjective
 from flaxen.train.run import Run
 from flaxen.train.settings import Optimizer, Schedule, Training
 from flaxen.train.step import Stepper
@@ -49,7 +49,7 @@ loaded.generate(["a b"], max_new_tokens=2)
 list(loaded.stream("a b", max_new_tokens=2))
 Path("text.txt").write_text("a text of some words\\n" * 50)
 parts = open_corpus(Corpus(train=("text.txt",), cache=Path("cache")), ByteTokenizer())
-task = Denoise(families.T5, config, Objective(input_length=32), ByteTokenizer(), *parts, 0)
+task = Denoise(families.T5, config, DenoiseObjective(input_length=32), ByteTokenizer(), *parts, 0)
 training = Training(steps=2, batch_size=4)
 stepper = Stepper(task, Optimizer("adamw"), Schedule("constant", warmup=0), training)
 with closing(Run(Path("run"), {}, {})) as run:
