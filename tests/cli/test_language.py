@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_named(text: Path) -> None:
     for part in parts:
         part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     fails(train("run", *flags), "checkpoints/4 is damaged")
-    fails(("export", "run", "exported"), "remove it to go on from 2")
+    fails(("export", "run", "exported"), "Delete it to resume from an earlier one (2)")
     assert not Path("exported").exists()
 
 
@@ -260,7 +260,7 @@ def test_full_attention_trains_and_writes(text: Path) -> None:
         (("--model.fields", "attention=full", *SMALL), "full attention keeps nothing"),
         (("--data.train", "empty.bin"), "empty"),
         (("--data.validation", "empty.bin"), "empty"),
-        (("--data.shares", "100", "0", "0", "--training.keep-best", "loss"), "needs data to validate on"),
+        (("--data.shares", "100", "0", "0", "--training.keep-best", "loss"), "requires validation data"),
         (("--data.validation-percent", "50"), "bytes have data.shares"),
         (("--data.unit", "file"), "data.unit does nothing with data.kind bytes"),
         (("--data.column", "text"), "data.column does nothing with data.kind bytes"),

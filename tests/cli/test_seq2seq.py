@@ -153,7 +153,7 @@ def test_a_killed_run_ends_bit_for_bit_alike(material: Path, tmp_path: Path) -> 
         (["--data.train", "{material}/twice.jsonl", "--data.id", "word"], "id 'ab' is also the id of pair 1"),
         (["--objective.source-length", "12", "--objective.long", "error"], "more than objective.source_length=12"),
         (["--data.train", "{material}/none.jsonl"], "no file"),
-        (["--training.keep-best", "rouge9"], "keep_best='rouge9' is not measured"),
+        (["--training.keep-best", "rouge9"], "keep_best: unknown metric 'rouge9'"),
         (["--generation.num-beams", "0"], "num_beams"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",

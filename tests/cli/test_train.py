@@ -141,7 +141,7 @@ def test_transformers_computes_the_same(run: Path) -> None:
 def test_a_complete_run_is_left_as_it_is(material: Path, run: Path) -> None:
     before = contents(run)
     done = command(*arguments(material, run))
-    assert (done.code, done.message) == (0, "going on from step 6 of 6 the run is complete: 6 steps")
+    assert (done.code, done.message) == (0, "resuming from step 6 of 6 the run is already complete (6 steps)")
     assert contents(run) == before
 
 
@@ -261,13 +261,13 @@ def test_replay_gives_the_loss_to_the_last_bit(step: int, begin: str, run: Path,
 def test_what_cannot_be_replayed(material: Path, looked: dict[str, Done]) -> None:
     late, none = looked["too late"], looked["no run"]
     assert (late.code, late.err) == (1, "flaxen: --step must be in 1 … 6, the steps of the run; got 7\n")
-    assert (none.code, none.err) == (1, f"flaxen: {material} is no run directory: it has no config.toml\n")
+    assert (none.code, none.err) == (1, f"flaxen: {material} is not a run directory: it has no config.toml\n")
 
 
 def test_a_loss_that_is_not_finite(material: Path, diverged: Done, looked: dict[str, Done]) -> None:
     out = material / "diverged"
     assert diverged.code == 1
-    assert diverged.err.startswith("flaxen: step 2: the loss is ")
+    assert diverged.err.startswith("flaxen: training diverged at step 2: the loss is ")
     assert f"flaxen replay {out} --step 2\n" in diverged.err
     assert steps_in(out) == ["1"]
     assert not (out / "model").exists()
@@ -293,17 +293,17 @@ BAD = {
         ["--objective.input-length", "256", "--objective.noise-density", "0.5", "--objective.mean-span", "1"],
         1, "have 127 holes and the tokenizer only 100 sentinels; lower objective.input_length or raise",
     ),
-    "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 cannot be computed in 3 equal pieces"),
-    "steps and epochs": (["--training.epochs", "2"], 2, "either as training.steps or as training.epochs"),
+    "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 is not divisible by training.accumulate=3"),
+    "steps and epochs": (["--training.epochs", "2"], 2, "training.steps cannot be combined with training.epochs"),
     "two starts": (["--model.preset", "t5-small"], 2, "name one start of the model"),
     "a flag": (["--training.stepz", "2"], 2, "--training.steps"),
     "warmup": (["--schedule.warmup", "6"], 1, "schedule.warmup=6 must be less than the 6 steps of the run"),
-    "metric": (["--training.keep-best", "los"], 1, "keep_best='los' is not measured; there are loss, perplexity"),
-    "tracker": (["--tracking.wandb", "project"], 1, "wandb is not installed: pip install 'wandb'"),
+    "metric": (["--training.keep-best", "los"], 1, "keep_best: unknown metric 'los'; did you mean 'loss'?; available: loss, perplexity"),
+    "tracker": (["--tracking.wandb", "project"], 1, "--tracking.wandb requires wandb; install it with: pip install 'wandb'"),
     "recipe": (["--recipe", "{tmp}/none.toml"], 1, "no recipe {tmp}/none.toml"),
     "a file as output": (["--out", "{tmp}/text.txt"], 1, "{tmp}/text.txt is a file"),
-    "something else there": (["--out", "{tmp}/thesis"], 1, "holds something else than a run of Flaxen (thesis.tex)"),
-    "checkpoints of a run": (["--out", "{tmp}/orphan"], 1, "holds something else than a run of Flaxen (checkpoints)"),
+    "something else there": (["--out", "{tmp}/thesis"], 1, "is not a Flaxen run directory (it contains thesis.tex)"),
+    "checkpoints of a run": (["--out", "{tmp}/orphan"], 1, "is not a Flaxen run directory (it contains checkpoints)"),
 }  # fmt: skip
 
 
@@ -374,8 +374,8 @@ def test_a_run_with_checkpoints_of_another_model(material: Path, run: Path, tmp_
         others.save(4, {"model": {"embedding": {"weight": jnp.zeros((384, 32))}}, "step": jnp.zeros((), jnp.int32)}, {})
     before = contents(out)
     done = command(*arguments(material, out))
-    assert_refused(done, 1, f"checkpoint 4 in {out / 'checkpoints'} is of another model or optimizer")
-    assert "absent there" in done.message
+    assert_refused(done, 1, f"checkpoint 4 in {out / 'checkpoints'} belongs to another model or optimizer")
+    assert "has shape none" in done.message
     after = contents(out)
     assert after.pop(out / "config.toml") != before.pop(out / "config.toml")  # which says where it lies now
     assert after == before
@@ -385,7 +385,7 @@ def test_changed_settings_are_named(material: Path, run: Path) -> None:
     before = contents(run)
     flags = ["--training.steps", 7, "--training.seed", 4, "--optimizer.b1", 0.8, "--model.remat"]
     done = command(*arguments(material, run, *flags))
-    assert_refused(done, 1, f"{run} holds another run, which cannot go on with something changed:")
+    assert_refused(done, 1, f"cannot resume the run in {run} with changed settings or data:")
     for line in (
         "model.remat: was False, is True",
         "optimizer.b1: was 0.9, is 0.8",
@@ -427,9 +427,9 @@ def test_a_full_disk(material: Path, run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "cache").iterdir()) == []
 
-    assert_refused(checkpoint, 1, f"a checkpoint cannot be written to {out / 'checkpoints'}: ")
+    assert_refused(checkpoint, 1, f"cannot write a checkpoint to {out / 'checkpoints'}: ")
     assert "File too large" in checkpoint.err
-    assert "Checkpoints there: 4. Is the disk full?" in checkpoint.err
+    assert "Complete checkpoints: 4. If the disk is full" in checkpoint.err
     assert contents(out / "checkpoints") == kept
     assert not (out / "model").exists()
 

@@ -111,13 +111,13 @@ def test_another_model_is_refused_by_the_names_of_its_weights(checkpoints: Check
         checkpoints.restore(1, other)
     message = str(error.value)
     assert "checkpoint 1 in" in message
-    assert "is of another model or optimizer" in message
-    assert "model.a (3, 4) there, (3, 5) here" in message
-    assert "model.b (5,) there, absent here" in message
-    assert "model.c absent there, (2,) here" in message
+    assert "belongs to another model or optimizer" in message
+    assert "model.a has shape (3, 4), expected (3, 5)" in message
+    assert "model.b has shape (5,), expected none" in message
+    assert "model.c has shape none, expected (2,)" in message
     assert "step" not in message
     many = {f"layer {i}": jnp.zeros(1) for i in range(9)}
-    with pytest.raises(InputError, match=r"layer 3 absent there, \(1,\) here; and 10 more"):
+    with pytest.raises(InputError, match=r"layer 3 has shape none, expected \(1,\); and 10 more"):
         checkpoints.restore(1, many)
 
 
@@ -134,7 +134,7 @@ def test_an_error_of_the_writing_is_an_input_error(
 
     monkeypatch.setattr(checkpoints._manager, "wait_until_finished", full)
     with pytest.raises(
-        InputError, match=r"(?s)cannot be written to .*File too large.*Checkpoints there: 1\. Is the disk full"
+        InputError, match=r"(?s)cannot write a checkpoint to .*File too large.*Complete checkpoints: 1\. If the disk is full"
     ):
         checkpoints.wait()
     monkeypatch.undo()

@@ -147,7 +147,7 @@ def test_evaluation_is_exact_for_any_batch_size(size: int) -> None:
 def test_an_evaluation_of_nothing_is_empty(tmp_path: Path) -> None:
     task = Falling(validation=0)
     assert evaluate(task, scorer(task), {"w": jnp.full(1, 4.0)}, 4) == {}
-    with pytest.raises(InputError, match="needs data to validate on"):
+    with pytest.raises(InputError, match="requires validation data"):
         go(tmp_path, task=task, keep_best="loss")
     assert go(tmp_path, task=task) == {}
     assert records(tmp_path, "eval") == []
@@ -200,7 +200,7 @@ def test_another_idea_of_the_best(later: str | None, tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_not_measured(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"keep_best='los' is not measured; there are loss, accuracy; did you mean"):
+    with pytest.raises(InputError, match=r"keep_best: unknown metric 'los'; did you mean 'loss'\?; available: loss, accuracy"):
         go(tmp_path / "run", keep_best="los")
     assert not (tmp_path / "run").exists()
 

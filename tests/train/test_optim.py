@@ -192,9 +192,9 @@ def test_schedules() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "inverse-sqrt", "warmup": 0}, "must not be 0"),
-        ({"warmup": -1}, "must not be negative"),
-        ({"floor": 2.0}, "shares in 0 … 1"),
+        ({"name": "inverse-sqrt", "warmup": 0}, "must be at least 1"),
+        ({"warmup": -1}, "must be at least 0"),
+        ({"floor": 2.0}, "must be between 0 and 1"),
     ],
 )
 def test_bad_schedules(values: dict, message: str) -> None:

@@ -88,7 +88,7 @@ def test_strangers_are_refused(name: str, tmp_path: Path) -> None:
     """What a run also has is strange where there is no config.toml: it belongs to who knows which run."""
     (tmp_path / name).mkdir()
     for attempt in (check, lambda *given: Run(*given, FACTS)):
-        with pytest.raises(InputError, match=rf"holds something else than a run of Flaxen \({name}\)"):
+        with pytest.raises(InputError, match=rf"is not a Flaxen run directory \(it contains {name}\)"):
             attempt(tmp_path, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -98,7 +98,7 @@ def test_a_stranger_in_a_run(run: Run) -> None:
         (run.directory / name).touch()
     check(run.directory, CONFIG)
     (run.directory / "thesis.tex").touch()
-    with pytest.raises(InputError, match=r"\(thesis\.tex\)"):
+    with pytest.raises(InputError, match=r"\(it contains thesis\.tex\)"):
         check(run.directory, CONFIG)
 
 
@@ -153,7 +153,7 @@ def test_other_data_and_another_model_are_named(run: Run) -> None:
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run directory"):
+    with pytest.raises(InputError, match="is not a run directory"):
         read_config(tmp_path)
     (tmp_path / "config.toml").write_text("[")
     with pytest.raises(InputError, match=r"config\.toml is not valid TOML"):

@@ -72,9 +72,9 @@ def test_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("tracking", "message"),
     [
-        (Tracking(tensorboard=True), r"tensorboardX is not installed: pip install 'flaxen\[tensorboard\]'"),
-        (Tracking(wandb="p"), "wandb is not installed: pip install 'wandb', or leave its flag out"),
-        (Tracking(trackio="p"), "trackio is not installed: pip install 'trackio'"),
+        (Tracking(tensorboard=True), r"requires tensorboardX; install it with: pip install 'flaxen\[tensorboard\]'"),
+        (Tracking(wandb="p"), "wandb requires wandb; install it with: pip install 'wandb', or remove the flag"),
+        (Tracking(trackio="p"), "trackio requires trackio; install it with: pip install 'trackio'"),
     ],
     ids=["tensorboard", "wandb", "trackio"],
 )
