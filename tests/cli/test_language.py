@@ -218,7 +218,7 @@ def test_words_and_adapters(text: Path) -> None:
     tested = json.loads(run("eval", "language", "run/model", *data, "--data.test", "text.txt", "--split", "test").out)
     assert tested["loss"] != values["loss"]
     fails(("eval", "language", "run/model", *data, "--split", "test"), "nothing to evaluate on")
-    fails(train("x", "--model.tokenizer", "vocab"), "reads bytes as they are")
+    fails(train("x", "--model.tokenizer", "vocab"), "reads raw bytes")
     adapter = ("--lora.rank", "2", "--lora.targets", "*.q", "*.o", "--optimizer.learning-rate", "1e-2")
     run("train", "language", "--out", "adapted", "--model.init", "run/model", *data, *adapter, "--training.steps", "10")
     last = json.loads(Path("adapted/metrics.jsonl").read_text().splitlines()[-1])

@@ -240,7 +240,7 @@ def test_preview(looked: dict[str, Done]) -> None:
     assert "72 training and 3 validation examples of 34 tokens; each has 5 tokens in 2 hole" in done.out
     assert "32 tokens in, 8 out" in done.out
     assert "384 ids, sentinels 258, 257, 256, …; model: 384 rows" in done.out
-    assert [done.out.count(f"{title}  ") for title in ("   text", "  reads", " writes")] == [2, 2, 2]
+    assert [done.out.count(f"{title}  ") for title in ("   text", "  input", " target")] == [2, 2, 2]
     # As it is: no colours, no pictures.
     assert all(one.rstrip() in CODES * 100 for one in re.findall("   text  (.*)", done.out))
     assert done.out.count("‹0›") == done.out.count("‹1›") == 4
@@ -291,15 +291,15 @@ BAD = {
     "no tokenizer": (["--model.tokenizer", "{tmp}/empty"], 1, "holds no tokenizer"),
     "too many holes": (
         ["--objective.input-length", "256", "--objective.noise-density", "0.5", "--objective.mean-span", "1"],
-        1, "have 127 holes and the tokenizer only 100 sentinels; lower objective.input_length or raise",
+        1, "have 127 masked spans, but the tokenizer has only 100 sentinels; lower objective.input_length or raise",
     ),
     "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 is not divisible by training.accumulate=3"),
     "steps and epochs": (["--training.epochs", "2"], 2, "training.steps cannot be combined with training.epochs"),
     "two starts": (["--model.preset", "t5-small"], 2, "name one start of the model"),
     "a flag": (["--training.stepz", "2"], 2, "--training.steps"),
     "warmup": (["--schedule.warmup", "6"], 1, "schedule.warmup=6 must be less than the 6 steps of the run"),
-    "metric": (["--training.keep-best", "los"], 1, "keep_best: unknown metric 'los'; did you mean 'loss'?; available: loss, perplexity"),
-    "tracker": (["--tracking.wandb", "project"], 1, "--tracking.wandb requires wandb; install it with: pip install 'wandb'"),
+    "metric": (["--training.keep-best", "los"], 1, "unknown metric 'los'; did you mean 'loss'?; available: loss, per"),
+    "tracker": (["--tracking.wandb", "project"], 1, "requires wandb; install it with: pip install 'wandb'"),
     "recipe": (["--recipe", "{tmp}/none.toml"], 1, "no recipe {tmp}/none.toml"),
     "a file as output": (["--out", "{tmp}/text.txt"], 1, "{tmp}/text.txt is a file"),
     "something else there": (["--out", "{tmp}/thesis"], 1, "is not a Flaxen run directory (it contains thesis.tex)"),

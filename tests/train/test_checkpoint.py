@@ -134,7 +134,7 @@ def test_an_error_of_the_writing_is_an_input_error(
 
     monkeypatch.setattr(checkpoints._manager, "wait_until_finished", full)
     with pytest.raises(
-        InputError, match=r"(?s)cannot write a checkpoint to .*File too large.*Complete checkpoints: 1\. If the disk is full"
+        InputError, match=r"(?s)cannot write a checkpoint to .*File too large.*Complete checkpoints: 1\. If the disk"
     ):
         checkpoints.wait()
     monkeypatch.undo()
