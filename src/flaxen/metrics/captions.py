@@ -133,7 +133,8 @@ def check(predictions: Sequence[object], references: Sequence[Sequence[object]])
     """Raise a ValueError unless there is a non-empty list of references for each prediction."""
     if len(predictions) != len(references):
         raise ValueError(
-            f"expected a list of references per prediction, got {len(predictions)} predictions for {len(references)} lists"
+            "expected a list of references per prediction, "
+            f"got {len(predictions)} predictions for {len(references)} lists"
         )
     if not all(references):
         empty = [len(item_references) for item_references in references].index(0)
