@@ -133,8 +133,8 @@ def test_adapter_training_lowers_the_loss() -> None:
         return lora.attach(base, trained, settings.scale)
 
     stepper = Stepper(
-        language, Optimizer("adamw", learning_rate=3e-2), Schedule("constant", 0), Training(steps=8, batch_size=9), whole,
-        base=lambda: model,
+        language, Optimizer("adamw", learning_rate=3e-2), Schedule("constant", 0), Training(steps=8, batch_size=9),
+        whole, base=lambda: model,
     )  # fmt: skip
     state = stepper.start(adapter)
     assert state.carry is None

@@ -112,12 +112,12 @@ def test_checkpoint_of_another_model_is_refused_with_the_names_of_its_weights(ch
     message = str(error.value)
     assert "checkpoint 1 in" in message
     assert "belongs to another model or optimizer" in message
-    assert "model.a has shape (3, 4), expected (3, 5)" in message
-    assert "model.b has shape (5,), expected none" in message
-    assert "model.c has shape none, expected (2,)" in message
+    assert "model.a: (3, 4) in the checkpoint, (3, 5) expected" in message
+    assert "model.b: (5,) in the checkpoint, none expected" in message
+    assert "model.c: missing in the checkpoint, (2,) expected" in message
     assert "step" not in message
     many = {f"layer {i}": jnp.zeros(1) for i in range(9)}
-    with pytest.raises(InputError, match=r"layer 3 has shape none, expected \(1,\); and 10 more"):
+    with pytest.raises(InputError, match=r"layer 3: missing in the checkpoint, \(1,\) expected; and 10 more"):
         checkpoints.restore(1, many)
 
 

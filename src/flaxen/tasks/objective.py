@@ -30,14 +30,13 @@ class Seq2SeqObjective:
     target_length: int = 128
     """Maximum number of tokens of a target, including its end token."""
     long: Literal["truncate", "error"] = "truncate"
-    """What to do with pairs longer than source_length or target_length: truncate them and report how many, or stop with
-    an error."""
+    """Pairs longer than source_length or target_length: truncate them and report how many, or stop with an error."""
     batching: Literal["grouped", "packed"] = "grouped"
-    """How batches are formed. grouped: pairs of similar length share a batch. packed: each of the training.batch_size
-    rows holds several pairs that do not attend to each other."""
+    """How batches are formed.
+    grouped: pairs of similar length share a batch.
+    packed: each of the training.batch_size rows holds several pairs that do not attend to each other."""
     shapes: int = 4
-    """Number of source lengths to pad to (and half as many target lengths); each combination compiles once (grouped
-    batches only)."""
+    """Number of source lengths to pad to when grouped, and half as many target lengths; each shape compiles once."""
     label_smoothing: float = 0.0
     """Label smoothing: probability mass spread over all tokens, at least 0 and below 1."""
     z_loss: float = 0.0
@@ -100,21 +99,20 @@ class LanguageObjective:
     """Language modelling: predict the next token."""
 
     length: int = 2048
-    """Sequence length in tokens; the model's memory is reset after each sequence. For images, a multiple of the number
-    of values of one image."""
+    """Sequence length in tokens; the model's memory is reset after each sequence.
+    For images, a multiple of the number of values of one image."""
     update: int | None = None
-    """Number of tokens of a sequence per training step; must divide length. The memory carries over from one step to
-    the next. Default: the whole sequence."""
+    """Number of tokens per training step, a divisor of length; memory carries over between the steps of a sequence.
+    Default: the whole sequence."""
     commit: float = 1e-4
     """Weight of the commitment loss, the distance between keys and their codes (Transformer-VQ only)."""
     normalise: Literal["tokens", "positions"] = "tokens"
     """What the loss is averaged over: tokens, or all positions including padding, as in the original Transformer-VQ."""
     codebooks: Literal["random", "data"] = "random"
-    """Initialise codebooks with random noise, as the original Transformer-VQ does, or from data: by k-means over the
-    keys of the first batch (Transformer-VQ only)."""
+    """Initialise codebooks randomly, as the original does, or by k-means over the first batch (Transformer-VQ)."""
     continued: bool = False
-    """Evaluate without resetting the memory between sequences: each row of an evaluation batch reads a contiguous part
-    of the data as one text. With an evaluation batch size of 1, all the data is one text."""
+    """Evaluate without resetting the model's memory between sequences.
+    Each row of an evaluation batch reads a contiguous part of the data as one text; with batch size 1, all of it."""
 
     def __post_init__(self) -> None:
         update = self.length if self.update is None else self.update
@@ -139,7 +137,7 @@ class CaptionObjective:
     length: int = 64
     """Maximum number of tokens of a caption, including its end token; longer captions are truncated."""
     lowercase: bool = False
-    """Convert captions to lower case, as the original ViT + GPT-2 training script does."""
+    """Convert captions to lower case, as the old training script did."""
     label_smoothing: float = 0.0
     """Label smoothing: probability mass spread over all tokens, at least 0 and below 1."""
     z_loss: float = 0.0

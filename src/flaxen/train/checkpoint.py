@@ -65,7 +65,7 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore())
         try:
             self._check(step, like)
-            items_read = self._manager.restore(step, args=items)
+            restored = self._manager.restore(step, args=items)
         except InputError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:  # each damaged file type raises another error
@@ -76,7 +76,7 @@ class Checkpoints:
             reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
             where = Path(self._manager.directory) / str(step)
             raise InputError(f"checkpoint {where} is damaged and cannot be read: {reason}\n{remedy}") from error
-        return map_leaves(lambda path, _: items_read["state"][path], like), items_read["memory"]
+        return map_leaves(lambda path, _: restored["state"][path], like), restored["memory"]
 
     def _check(self, step: int, like: Any) -> None:
         """Raise an InputError that lists the differing arrays if the checkpoint is of another model or optimizer."""
@@ -84,7 +84,7 @@ class Checkpoints:
         saved = {path: tuple(leaf.shape) for path, leaf in stored.items()}
         expected = {path: tuple(leaf.shape) for path, leaf in leaves(like).items()}
         differences = [
-            f"{path} has shape {saved.get(path, 'none')}, expected {expected.get(path, 'none')}"
+            f"{path}: {saved.get(path, 'missing')} in the checkpoint, {expected.get(path, 'none')} expected"
             for path in sorted({*saved, *expected})
             if saved.get(path) != expected.get(path)
         ]

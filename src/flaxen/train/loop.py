@@ -47,10 +47,10 @@ def train(
     task, training, steps = stepper.task, stepper.training, stepper.steps
     checkpoints = Checkpoints(run.checkpoints, training.keep)
     state, memory = _restore_or_start(checkpoints, stepper, abstract, initial)
-    done, skipped = int(state.step), set[str]()
+    done, skipped = int(state.step), set[str]()  # completed steps; examples reported as unreadable
     run.forget_after(done)
 
-    def make(step: int) -> dict[str, jax.Array]:
+    def load_batch(step: int) -> dict[str, jax.Array]:
         batch = task.batch(step, training.batch_size)
         report_skipped(task.skipped_examples(batch), skipped)
         return jax.device_put(batch)
@@ -59,7 +59,7 @@ def train(
         ExitStack() as cleanup,
         closing(checkpoints),
         Display(steps, done, quiet) as display,
-        closing(prefetch(make, range(done, steps))) as batches,
+        closing(prefetch(load_batch, range(done, steps))) as batches,
     ):
         for tracker in trackers:
             cleanup.callback(tracker.close)
@@ -79,6 +79,7 @@ def train(
                 memory.absorb(pending, step - 1, run.directory)
                 display.step(step - 1, memory.loss, speed.text())
             pending = report
+            # An interval of 0 means only at the last step.
             log, validate, save = (
                 step == steps or (every and step % every == 0)
                 for every in (training.log_every, training.eval_every, training.save_every)
@@ -96,18 +97,20 @@ def train(
                 memory.evaluation = _validate(stepper, state, run, step, skipped)
                 records.evaluation(step, memory.evaluation)
                 memory.note_best(step)
+            # A new best step is saved at once, whatever save_every says.
             if save or stopping or memory.best_step == step:
                 checkpoints.save(step, state, memory.saved(), memory.best_step)
             if stopping:
                 checkpoints.wait()
                 name = signal.Signals(received[0]).name
-                display.line(f"saved step {step:,} on {name}; rerun the command to resume")
+                display.line(f"saved step {step:,} on {name}; rerun the same command to resume")
                 raise SystemExit(128 + received[0])
-            speed.start(step - done)
+            speed.start(step - done)  # exclude the time of evaluating and saving
 
         if done == steps:
             display.line(f"the run is already complete ({steps:,} steps)")
         checkpoints.wait()
+        # After a complete run, only export what is missing: the process may have been killed before exporting.
         for target, export_step in ((run.model, steps), (run.best, memory.best_step)):
             if export_step is not None and (done < steps or not target.exists()):
                 exported = state if export_step == int(state.step) else checkpoints.restore(export_step, state)[0]
@@ -180,15 +183,15 @@ def evaluate(
     total, carry = np.zeros(len(Sums._fields)), task.carry(size)
     known = set[str]() if skipped is None else skipped
 
-    def make(batch: Batch) -> dict[str, jax.Array]:
+    def to_device(batch: Batch) -> dict[str, jax.Array]:
         report_skipped(task.skipped_examples(batch, "validation"), known)
         return jax.device_put(batch)
 
-    with closing(prefetch(make, task.evaluation(size, limit))) as batches:
+    with closing(prefetch(to_device, task.evaluation(size, limit))) as batches:
         for batch in batches:
             sums, carry = score(model, batch, carry)
             total += np.asarray(sums, np.float64)
-    return task.metrics(Sums(*total)) if total[-1] else {}
+    return task.metrics(Sums(*total)) if total[-1] else {}  # the last sum is the number of labels
 
 
 class LoopState:

@@ -24,8 +24,9 @@ class Schedule:
     """Learning-rate schedule. Every schedule starts with a linear warmup."""
 
     name: Literal["linear", "cosine", "inverse-sqrt", "constant", "warmup-stable-decay"] = "cosine"
-    """Learning-rate schedule after the warmup: linear or cosine decay to the floor; inverse-sqrt: peak · sqrt(warmup /
-    step); constant; or warmup-stable-decay: constant, then linear to the floor over the last `decay` of the run."""
+    """Learning-rate schedule after the warmup.
+    linear and cosine decay to the floor; inverse-sqrt is peak · sqrt(warmup / step); constant stays at the peak;
+    warmup-stable-decay stays at the peak, then decays linearly to the floor over the last `decay` of the run."""
     warmup: int | None = None
     """Number of warmup steps, from a rate of 0 to the peak. Default: a fiftieth of the steps."""
     floor: float = 0.0
@@ -72,14 +73,12 @@ class Optimizer:
     codebook: float = 0.99
     """Decay rate of the codebooks' running means, at least 0 and below 1 (Transformer-VQ only)."""
     restart: float = 0.0
-    """Restart threshold: a code whose running count falls below it is reset to half of a frequent code; 0 disables
-    restarts (Transformer-VQ only)."""
+    """Replace a code whose running count falls below this by half of a frequent one; 0: never (Transformer-VQ only)."""
     reference: bool = False
-    """Reproduce the original Transformer-VQ optimizer: weight decay is not scaled by the learning rate, and lion stores
-    its momentum in bfloat16."""
+    """Reproduce the original Transformer-VQ: weight decay not scaled by the rate, momentum of lion in bfloat16."""
     freeze: tuple[str, ...] = ()
-    """Weights to freeze, as glob patterns over their paths: 'embedding.*', 'encoder.*'. A pattern that matches nothing
-    is an error that lists all paths."""
+    """Weights to freeze, as globs over their paths: 'embedding.*', 'encoder.*'.
+    A glob without a match is an error that lists all paths."""
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "b1", "b2", "eps", "momentum"):
@@ -122,8 +121,7 @@ class LoRA:
     alpha: float | None = None
     """LoRA alpha: the low-rank update is scaled by alpha / rank. Default: 2 · rank."""
     targets: tuple[str, ...] = ()
-    """Linear layers to adapt, as glob patterns over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and
-    values."""
+    """Linear layers to adapt, as globs over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and values."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -166,8 +164,7 @@ class Training:
     keep: int = 2
     """Number of most recent checkpoints to keep; older ones are deleted."""
     keep_best: str | None = None
-    """Validation metric (loss, accuracy, rougeL, …) by which to keep the best checkpoint and export it as best/.
-    Default: off."""
+    """Validation metric (loss, rougeL, …) of the best checkpoint to keep and export to best/. Default: off."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
