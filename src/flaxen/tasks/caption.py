@@ -60,7 +60,7 @@ class Caption(Task):
             CaptionTokens(part, tokenizer, objective.lowercase, cache) for part in (train, validation)
         )
         longest = int(max(self._train.lengths.max(), self._validation.lengths.max(initial=0)))
-        # Round up to a multiple of 8, to pad no further than the longest caption needs.
+        # Pad to the longest caption, rounded up to a multiple of 8.
         self.length = min(objective.length, -(-longest // 8) * 8)
         self.examples, self.validation_examples = len(self._train), len(self._validation)
         # The class token counts as a patch.
