@@ -73,7 +73,7 @@ class Optimizer:
     codebook: float = 0.99
     """Decay rate of the codebooks' running means, at least 0 and below 1 (Transformer-VQ only)."""
     restart: float = 0.0
-    """Replace a code whose running count falls below this by half of a frequent one; 0: never (Transformer-VQ only)."""
+    """Restart threshold: a code used less often takes over half of a frequent one; 0: off (Transformer-VQ only)."""
     reference: bool = False
     """Reproduce the original Transformer-VQ: weight decay not scaled by the rate, momentum of lion in bfloat16."""
     freeze: tuple[str, ...] = ()
