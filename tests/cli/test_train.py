@@ -238,7 +238,7 @@ def test_preview(looked: dict[str, Done]) -> None:
     assert (done.code, done.err) == (0, "")
     # 100 lines of 26 tokens, of which the first 5 validate, in rows of 34.
     assert "72 training and 3 validation examples of 34 tokens; each has 5 tokens in 2 masked span" in done.out
-    assert "32 tokens in, 8 out" in done.out
+    assert "32 input tokens, 8 target tokens" in done.out
     assert "384 ids, sentinels 258, 257, 256, …; model: 384 rows" in done.out
     assert [done.out.count(f"{title}  ") for title in ("   text", "  input", " target")] == [2, 2, 2]
     # As it is: no colours, no pictures.
