@@ -111,7 +111,7 @@ def test_generate_and_eval(trained: Path, material: Path, tmp_path: Path) -> Non
     sheet, out = tmp_path / "sheet.html", tmp_path / "out.jsonl"
     done = command("eval", "caption", trained / "model", *data, "--out", out, "--sheet", sheet, "--batch-size", "7")
     assert done.code == 0, done.err
-    assert "40 pictures" in done.err
+    assert "40 images" in done.err
     assert len(out.read_text().splitlines()) == sheet.read_text().count("data:image/jpeg") == 40
     other = command("eval", "caption", trained / "model", *data, "--loss-only", "--batch-size", "16")
     assert json.loads(other.out)["loss"] == pytest.approx(json.loads(done.out)["loss"], rel=1e-5)
@@ -178,7 +178,7 @@ def test_unreadable_images_do_not_stop_a_run(material: Path, tmp_path: Path) -> 
     once = ["--training.eval-every", "0", "--generation.examples", "0", "--training.keep-best", "loss"]
     done = command(*flags(material, tmp_path / "run", *more, *once))
     assert done.code == 0, done.err
-    for words in ("cut.png", "empty.png", "none.png", "1 training captions were there twice", "longer than 16 tokens"):
+    for words in ("cut.png", "empty.png", "none.png", "1 duplicate training captions", "captions to 16 tokens"):
         assert words in done.message
     strict = command(*flags(material, tmp_path / "strict", *more, "--data.unreadable", "error"))
     assert strict.code == 1

@@ -130,7 +130,7 @@ def test_damaged_checkpoint_is_reported(text: Path) -> None:
     for part in parts:
         part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     fails(train("run", *flags), "checkpoints/4 is damaged")
-    fails(("export", "run", "exported"), "remove it to go on from 2")
+    fails(("export", "run", "exported"), "Delete it to resume from an earlier one (2)")
     assert not Path("exported").exists()
 
 
@@ -219,8 +219,8 @@ def test_word_metrics_and_merged_adapters(text: Path) -> None:
     assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, held)), rel=1e-5)
     tested = json.loads(run("eval", "language", "run/model", *data, "--data.test", "text.txt", "--split", "test").out)
     assert tested["loss"] != values["loss"]
-    fails(("eval", "language", "run/model", *data, "--split", "test"), "no data to evaluate on")
-    fails(train("x", "--model.tokenizer", "vocab"), "reads bytes as they are")
+    fails(("eval", "language", "run/model", *data, "--split", "test"), "nothing to evaluate on")
+    fails(train("x", "--model.tokenizer", "vocab"), "reads raw bytes")
     adapter = ("--lora.rank", "2", "--lora.targets", "*.q", "*.o", "--optimizer.learning-rate", "1e-2")
     run("train", "language", "--out", "adapted", "--model.init", "run/model", *data, *adapter, "--training.steps", "10")
     last = json.loads(Path("adapted/metrics.jsonl").read_text().splitlines()[-1])
@@ -262,7 +262,7 @@ def test_full_attention_trains_and_generates(text: Path) -> None:
         (("--model.fields", "attention=full", *SMALL), "cannot be combined with full attention"),
         (("--data.train", "empty.bin"), "empty"),
         (("--data.validation", "empty.bin"), "empty"),
-        (("--data.shares", "100", "0", "0", "--training.keep-best", "loss"), "needs data to validate on"),
+        (("--data.shares", "100", "0", "0", "--training.keep-best", "loss"), "requires validation data"),
         (("--data.validation-percent", "50"), "bytes have data.shares"),
         (("--data.unit", "file"), "data.unit does nothing with data.kind bytes"),
         (("--data.column", "text"), "data.column does nothing with data.kind bytes"),

@@ -58,7 +58,7 @@ def trained(
     with in_haste(True):
         done = command(*flags(material, out, "--optimizer.freeze", "embedding.*", "encoder.layers.mlp.*"))
     assert done.code == 0, done.err
-    assert "108 training pairs, 12 to validate" in done.err
+    assert "108 training pairs, 12 validation pairs" in done.err
     assert "of the tokens processed are padding" in done.err
     return out
 
@@ -111,7 +111,7 @@ def test_preview_replay_and_export(trained: Path, material: Path, tmp_path: Path
     shown = command("preview", "seq2seq", *flags(material, tmp_path)[4:12], *flags(material, tmp_path)[12:16],
                     "--objective.batching", "packed", "--objective.source-length", "64")  # fmt: skip
     assert shown.code == 0, shown.err
-    assert "reads  first of" in shown.out
+    assert "input  first of" in shown.out
     assert "┃ first of" in shown.out  # several pairs in one row
     assert command("preview", "seq2seq", "--recipe", trained / "config.toml").code == 0
     replayed = command("replay", trained, "--step", 7)
@@ -156,7 +156,7 @@ def test_resumed_run_equals_uninterrupted_run(material: Path, tmp_path: Path) ->
         (["--data.train", "{material}/twice.jsonl", "--data.id", "word"], "id 'ab' is also the id of pair 1"),
         (["--objective.source-length", "12", "--objective.long", "error"], "more than objective.source_length=12"),
         (["--data.train", "{material}/none.jsonl"], "no file"),
-        (["--training.keep-best", "rouge9"], "keep_best='rouge9' is not measured"),
+        (["--training.keep-best", "rouge9"], "keep_best: unknown metric 'rouge9'"),
         (["--generation.num-beams", "0"], "num_beams"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -141,7 +141,7 @@ def test_transformers_computes_the_same_logits(run: Path) -> None:
 def test_rerunning_a_complete_run_changes_nothing(material: Path, run: Path) -> None:
     before = contents(run)
     done = command(*arguments(material, run))
-    assert (done.code, done.message) == (0, "going on from step 6 of 6 the run is complete: 6 steps")
+    assert (done.code, done.message) == (0, "resuming from step 6 of 6 the run is already complete (6 steps)")
     assert contents(run) == before
 
 
@@ -237,10 +237,10 @@ def test_preview(inspected: dict[str, Done]) -> None:
     done = inspected["preview"]
     assert (done.code, done.err) == (0, "")
     # 100 lines of 26 tokens, the first 5 of which are validation data, in rows of 34.
-    assert "72 training and 3 validation examples of 34 tokens; each has 5 tokens in 2 hole" in done.out
-    assert "32 tokens in, 8 out" in done.out
+    assert "72 training and 3 validation examples of 34 tokens; each has 5 tokens in 2 masked span" in done.out
+    assert "32 input tokens, 8 target tokens" in done.out
     assert "384 ids, sentinels 258, 257, 256, …; model: 384 rows" in done.out
-    assert [done.out.count(f"{title}  ") for title in ("   text", "  reads", " writes")] == [2, 2, 2]
+    assert [done.out.count(f"{title}  ") for title in ("   text", "  input", " target")] == [2, 2, 2]
     # The text is printed verbatim: no markup, no emoji.
     assert all(text.rstrip() in CODES * 100 for text in re.findall("   text  (.*)", done.out))
     assert done.out.count("‹0›") == done.out.count("‹1›") == 4
@@ -265,13 +265,13 @@ def test_replay_reproduces_loss_and_gradient_norm_exactly(
 def test_invalid_replays_are_reported(material: Path, inspected: dict[str, Done]) -> None:
     late, none = inspected["too late"], inspected["no run"]
     assert (late.code, late.err) == (1, "flaxen: --step must be between 1 and 6, got 7\n")
-    assert (none.code, none.err) == (1, f"flaxen: {material} is no run directory: it has no config.toml\n")
+    assert (none.code, none.err) == (1, f"flaxen: {material} is not a run directory: it has no config.toml\n")
 
 
 def test_non_finite_loss_stops_the_run(material: Path, diverged: Done, inspected: dict[str, Done]) -> None:
     out = material / "diverged"
     assert diverged.code == 1
-    assert diverged.err.startswith("flaxen: step 2: the loss is ")
+    assert diverged.err.startswith("flaxen: training diverged at step 2: the loss is ")
     assert f"flaxen replay {out} --step 2\n" in diverged.err
     assert steps_in(out) == ["1"]
     assert not (out / "model").exists()
@@ -295,19 +295,19 @@ BAD = {
     "no tokenizer": (["--model.tokenizer", "{tmp}/empty"], 1, "has no tokenizer; expected tokenizer.json"),
     "too many holes": (
         ["--objective.input-length", "256", "--objective.noise-density", "0.5", "--objective.mean-span", "1"],
-        1, "have 127 holes and the tokenizer only 100 sentinels; lower objective.input_length or raise",
+        1, "have 127 masked spans, but the tokenizer has only 100 sentinels; lower objective.input_length or raise",
     ),
-    "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 cannot be computed in 3 equal pieces"),
-    "steps and epochs": (["--training.epochs", "2"], 2, "either as training.steps or as training.epochs"),
+    "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 is not divisible by training.accumulate=3"),
+    "steps and epochs": (["--training.epochs", "2"], 2, "training.steps cannot be combined with training.epochs"),
     "two starts": (["--model.preset", "t5-small"], 2, "exactly one of model.init, model.preset and model.config"),
     "a flag": (["--training.stepz", "2"], 2, "--training.steps"),
     "warmup": (["--schedule.warmup", "6"], 1, "schedule.warmup=6 must be less than the 6 steps of the run"),
-    "metric": (["--training.keep-best", "los"], 1, "keep_best='los' is not measured; there are loss, perplexity"),
-    "tracker": (["--tracking.wandb", "project"], 1, "wandb is not installed: pip install 'wandb'"),
+    "metric": (["--training.keep-best", "los"], 1, "unknown metric 'los'; did you mean 'loss'?; available: loss, per"),
+    "tracker": (["--tracking.wandb", "project"], 1, "requires wandb; install it with: pip install 'wandb'"),
     "recipe": (["--recipe", "{tmp}/none.toml"], 1, "{tmp}/none.toml does not exist; --recipe"),
     "a file as output": (["--out", "{tmp}/text.txt"], 1, "{tmp}/text.txt is a file"),
-    "something else there": (["--out", "{tmp}/thesis"], 1, "holds something else than a run of Flaxen (thesis.tex)"),
-    "checkpoints of a run": (["--out", "{tmp}/orphan"], 1, "holds something else than a run of Flaxen (checkpoints)"),
+    "something else there": (["--out", "{tmp}/thesis"], 1, "is not a Flaxen run directory (it contains thesis.tex)"),
+    "checkpoints of a run": (["--out", "{tmp}/orphan"], 1, "is not a Flaxen run directory (it contains checkpoints)"),
 }  # fmt: skip
 
 
@@ -380,8 +380,8 @@ def test_mismatched_checkpoints_of_a_run_are_reported(material: Path, run: Path,
         others.save(4, {"model": {"embedding": {"weight": jnp.zeros((384, 32))}}, "step": jnp.zeros((), jnp.int32)}, {})
     before = contents(out)
     done = command(*arguments(material, out))
-    assert_rejected(done, 1, f"checkpoint 4 in {out / 'checkpoints'} is of another model or optimizer")
-    assert "absent there" in done.message
+    assert_rejected(done, 1, f"checkpoint 4 in {out / 'checkpoints'} belongs to another model or optimizer")
+    assert "missing in the checkpoint" in done.message
     after = contents(out)
     assert after.pop(out / "config.toml") != before.pop(out / "config.toml")  # which records the new path
     assert after == before
@@ -391,7 +391,7 @@ def test_changed_settings_are_named(material: Path, run: Path) -> None:
     before = contents(run)
     flags = ["--training.steps", 7, "--training.seed", 4, "--optimizer.b1", 0.8, "--model.remat"]
     done = command(*arguments(material, run, *flags))
-    assert_rejected(done, 1, f"{run} holds another run, which cannot go on with something changed:")
+    assert_rejected(done, 1, f"cannot resume the run in {run} with changed settings or data:")
     for line in (
         "model.remat: was False, is True",
         "optimizer.b1: was 0.9, is 0.8",
@@ -433,9 +433,9 @@ def test_full_disk_loses_nothing(material: Path, run: Path, tmp_path: Path) -> N
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "cache").iterdir()) == []
 
-    assert_rejected(checkpoint, 1, f"a checkpoint cannot be written to {out / 'checkpoints'}: ")
+    assert_rejected(checkpoint, 1, f"cannot write a checkpoint to {out / 'checkpoints'}: ")
     assert "File too large" in checkpoint.err
-    assert "Checkpoints there: 4. Is the disk full?" in checkpoint.err
+    assert "Complete checkpoints: 4. If the disk is full" in checkpoint.err
     assert contents(out / "checkpoints") == before
     assert not (out / "model").exists()
 

@@ -1,4 +1,4 @@
-"""Scores are those of COCO's evaluation on the same words, whatever the captions, and of rouge-score."""
+"""Caption metrics equal COCO's evaluation on the same words, and rouge-score."""
 
 import numpy as np
 import pytest
@@ -21,13 +21,13 @@ ITEM = st.tuples(CAPTION, st.lists(CAPTION, min_size=1, max_size=4))
 
 
 def coco(captions, references):
-    """What pycocoevalcap's own scorers give for these words."""
-    wanted = {i: [" ".join(one) for one in several] for i, several in enumerate(references)}
-    found = {i: [" ".join(caption)] for i, caption in enumerate(captions)}
-    return Bleu(4).compute_score(wanted, found, verbose=0)[0], *Cider().compute_score(wanted, found)
+    """BLEU and CIDEr of pycocoevalcap for these words."""
+    expected = {i: [" ".join(reference) for reference in several] for i, several in enumerate(references)}
+    predicted = {i: [" ".join(caption)] for i, caption in enumerate(captions)}
+    return Bleu(4).compute_score(expected, predicted, verbose=0)[0], *Cider().compute_score(expected, predicted)
 
 
-def agree(captions, references) -> None:
+def assert_equals_coco(captions, references) -> None:
     bleus, mean, each = coco(captions, references)
     assert bleu(captions, references) == pytest.approx(bleus, abs=1e-9)
     ours, ours_each = cider(captions, references)
@@ -37,54 +37,54 @@ def agree(captions, references) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ITEM, min_size=1, max_size=6))
-def test_equals_coco_on_odd_captions(items) -> None:
+def test_equals_coco_on_random_captions(items) -> None:
     captions, references = [item[0] for item in items], [item[1] for item in items]
     references[0] = [["dog"], *references[0]]  # pycocoevalcap fails when no reference has a word
-    agree(captions, references)
+    assert_equals_coco(captions, references)
 
 
 def test_equals_coco_on_a_corpus() -> None:
     draw = np.random.default_rng(0)
-    # Word frequencies fall as in a language, so that common and rare runs of words both occur.
+    # Word frequencies follow Zipf's law, as in natural language, so that both common and rare n-grams occur.
     references = [
         [[f"w{word}" for word in draw.zipf(1.6, draw.integers(4, 15))] for _ in range(draw.integers(1, 6))]
         for _ in range(80)
     ]
     captions = [[word if draw.random() < 0.8 else "other" for word in several[-1]] for several in references]
-    agree(captions, references)
+    assert_equals_coco(captions, references)
     assert 1 < cider(captions, references)[0] < 9
 
 
 @pytest.mark.parametrize("captions", [[["dog"], ["cat"]], [[], []], [["dog"] * 7, ["cat"]], [["dog"], []]])
 def test_equals_coco_on_short_and_repeated_words(captions) -> None:
-    agree(captions, [[["dog"], ["dog", "dog", "runs"]], [["a", "cat", "sat"]]])
+    assert_equals_coco(captions, [[["dog"], ["dog", "dog", "runs"]], [["a", "cat", "sat"]]])
 
 
-def test_one_item_has_no_cider() -> None:
+def test_cider_of_a_single_item_is_zero() -> None:
     alone = [["a", "dog", "runs"]]
-    agree(alone, [alone])
+    assert_equals_coco(alone, [alone])
     assert cider(alone, [alone]) == (0.0, [0.0])
     assert score(["A dog runs here."], [["a dog runs here"]])[0] == pytest.approx(
         {"cider": 0.0} | dict.fromkeys(NAMES[1:], 100.0)
     )
 
 
-def test_score_of_texts() -> None:
-    found, each = score(PREDICTIONS, REFERENCES)
-    assert tuple(found) == NAMES
+def test_score_equals_coco_and_rouge_score() -> None:
+    values, each = score(PREDICTIONS, REFERENCES)
+    assert tuple(values) == NAMES
     captions, references = [words(text) for text in PREDICTIONS], [[words(text) for text in r] for r in REFERENCES]
-    bleus, mean, every = coco(captions, references)
-    assert [found[name] for name in NAMES[1:5]] == pytest.approx([100 * value for value in bleus])
-    assert found["cider"] == pytest.approx(mean)
-    assert each == pytest.approx(list(every))
+    bleus, mean, expected_each = coco(captions, references)
+    assert [values[name] for name in NAMES[1:5]] == pytest.approx([100 * value for value in bleus])
+    assert values["cider"] == pytest.approx(mean)
+    assert each == pytest.approx(list(expected_each))
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     for name in NAMES[5:8]:
         best = [max(scorer.score(r, p)[name].fmeasure for r in several) for p, several in zip(PREDICTIONS, REFERENCES)]
-        assert found[name] == pytest.approx(100 * np.mean(best))
-    assert found["exact_match"] == pytest.approx(100 / 3)
+        assert values[name] == pytest.approx(100 * np.mean(best))
+    assert values["exact_match"] == pytest.approx(100 / 3)
 
 
-def test_ends_of_the_scale() -> None:
+def test_perfect_and_empty_captions() -> None:
     last = [several[-1] for several in REFERENCES]
     perfect = score(last, [[text] for text in last])[0]
     assert perfect == pytest.approx({"cider": 10.0} | dict.fromkeys(NAMES[1:], 100.0), abs=1e-6)
@@ -94,7 +94,7 @@ def test_ends_of_the_scale() -> None:
     assert each == [0.0, 0.0, 0.0]
 
 
-def test_wrong_inputs() -> None:
+def test_invalid_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="1 predictions for 3 lists"):
         score(PREDICTIONS[:1], REFERENCES)
     with pytest.raises(ValueError, match="item 1 has no reference"):
@@ -116,5 +116,5 @@ def test_wrong_inputs() -> None:
         ("five o'clock at a café & bar", "five o'clock at a café & bar"),
     ],
 )
-def test_words_as_the_penn_treebank_has_them(text: str, tokens: str) -> None:
+def test_words_are_split_as_in_the_penn_treebank(text: str, tokens: str) -> None:
     assert words(text) == tokens.split()

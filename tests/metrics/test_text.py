@@ -1,4 +1,4 @@
-"""Scores are those of the libraries that the field uses, and zero and a hundred where they should be."""
+"""Text metrics equal rouge-score and sacrebleu, and are 0 or 100 where they should be."""
 
 import pytest
 import sacrebleu
@@ -10,23 +10,23 @@ REFERENCES = ["The group agreed. Costs fell, and sales rose.", "It rained in Spa
 PREDICTIONS = ["Sales rose. The group disagreed.", "In Spain it often rains."]
 
 
-def test_scores_equal_the_libraries() -> None:
-    found = score(PREDICTIONS, REFERENCES)
-    assert tuple(found) == NAMES
+def test_metrics_equal_the_libraries() -> None:
+    values = score(PREDICTIONS, REFERENCES)
+    assert tuple(values) == NAMES
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=True)
     for name in NAMES[:4]:
         each = [
             scorer.score(r.replace(". ", ".\n"), p.replace(". ", ".\n"))[name].fmeasure
             for r, p in zip(REFERENCES, PREDICTIONS)
         ]
-        assert found[name] == pytest.approx(100 * sum(each) / 2)
-    assert found["rougeLsum"] != found["rougeL"]
-    assert found["bleu"] == sacrebleu.corpus_bleu(PREDICTIONS, [REFERENCES]).score
-    assert found["chrf"] == sacrebleu.corpus_chrf(PREDICTIONS, [REFERENCES]).score
-    assert found["exact_match"] == 0
+        assert values[name] == pytest.approx(100 * sum(each) / 2)
+    assert values["rougeLsum"] != values["rougeL"]
+    assert values["bleu"] == sacrebleu.corpus_bleu(PREDICTIONS, [REFERENCES]).score
+    assert values["chrf"] == sacrebleu.corpus_chrf(PREDICTIONS, [REFERENCES]).score
+    assert values["exact_match"] == 0
 
 
-def test_ends_of_the_scale() -> None:
+def test_perfect_and_empty_texts() -> None:
     assert score(REFERENCES, REFERENCES) == pytest.approx(dict.fromkeys(NAMES, 100.0))
     nothing = score(["", "zzz"], REFERENCES)
     assert all(nothing[name] == 0 for name in ("rouge1", "rougeLsum", "exact_match"))
@@ -36,6 +36,6 @@ def test_ends_of_the_scale() -> None:
         score(["a"], REFERENCES)
 
 
-def test_sentences() -> None:
+def test_sentences_and_lead() -> None:
     assert sentences(" One. Two?  Three! four") == "One.\nTwo?\nThree!\nfour"
     assert lead("One. Two? Three! Four.") == "One. Two? Three!"

@@ -1,4 +1,4 @@
-"""A batch is a function of its number; an evaluation covers each example once; nothing of the text is lost."""
+"""Span corruption: batches depend only on their step, evaluation covers each example once, and no text is lost."""
 
 import math
 import re
@@ -45,19 +45,19 @@ def task(text: Path) -> Denoise:
     return Denoise(families.T5, TINY, OBJECTIVE, BYTES, *corpus(text, BYTES), 7)
 
 
-def assert_same(one: Batch, other: Batch) -> None:
-    assert one.keys() == other.keys() == {"input_ids", "labels"}
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, other[name])
+def assert_same(left: Batch, right: Batch) -> None:
+    assert left.keys() == right.keys() == {"input_ids", "labels"}
+    for name, array in left.items():
+        np.testing.assert_array_equal(array, right[name])
 
 
 def raw(task: Denoise, batch: Batch) -> list[str]:
-    """The texts that the rows were made of."""
+    """The original texts of the rows."""
     sides = zip(batch["input_ids"], batch["labels"])
     return [BYTES.decode(restore(*both, BYTES.sentinels, BYTES.eos_id).tolist()) for both in sides]
 
 
-def test_a_batch_is_a_function_of_its_number(task: Denoise, text: Path) -> None:
+def test_batch_depends_only_on_seed_and_step(task: Denoise, text: Path) -> None:
     again = Denoise(families.T5, TINY, OBJECTIVE, ByteTokenizer(), *corpus(text, BYTES), 7)
     for step in (0, 1, 5000):
         batch = task.batch(step, 12)
@@ -71,7 +71,7 @@ def test_a_batch_is_a_function_of_its_number(task: Denoise, text: Path) -> None:
     assert raw(task, task.batch(0, 12)) != raw(other, other.batch(0, 12))
 
 
-def test_an_epoch_has_each_example_once(task: Denoise) -> None:
+def test_epoch_has_each_example_once(task: Denoise) -> None:
     size = 16
     steps = -(-task.examples // size)
     batches = [task.batch(step, size) for step in range(steps)]
@@ -81,7 +81,7 @@ def test_an_epoch_has_each_example_once(task: Denoise) -> None:
 
 
 def test_noise_differs_by_step_and_from_evaluation(text: Path) -> None:
-    """Of one and the same text: five validation examples, trained on as well."""
+    """Five examples, used for both training and validation, are masked differently each time."""
     _, held = corpus(text, BYTES)
     lengths = Denoise(families.T5, TINY, OBJECTIVE, BYTES, held, held, 7).lengths
     few = Tokens(held.store, held.first, held.first + 5 * lengths.raw)
@@ -93,40 +93,40 @@ def test_noise_differs_by_step_and_from_evaluation(text: Path) -> None:
 
     (evaluation,) = task.evaluation(5)
     seen = [by_text(evaluation), *(by_text(task.batch(step, 5)) for step in range(4))]
-    assert all(one.keys() == seen[0].keys() for one in seen)
+    assert all(inputs.keys() == seen[0].keys() for inputs in seen)
     for name in seen[0]:
-        assert len({one[name] for one in seen}) == len(seen)
+        assert len({inputs[name] for inputs in seen}) == len(seen)
 
 
 @pytest.mark.parametrize("limit", [None, 10])
-def test_an_evaluation_has_each_example_once(limit: int | None, task: Denoise) -> None:
-    """With the same holes in any batch size, at any time; the last batch is filled up with rows without labels."""
+def test_evaluation_has_each_example_once(limit: int | None, task: Denoise) -> None:
+    """The masked spans are the same for any batch size; rows without labels pad the last batch."""
     assert task.validation_examples > 10
     n = limit or task.validation_examples
     expected = task._validation.rows(np.arange(n) * task.lengths.raw, task.lengths.raw)
-    whole: Batch = {}
+    first: Batch = {}
     for size in (1, 3, 64, 3):
         batches = list(task.evaluation(size, limit))
         assert len(batches) == -(-n // size)
         assert {len(batch["labels"]) for batch in batches} == {size}
-        joined = {name: np.concatenate([batch[name] for batch in batches]) for name in ("input_ids", "labels")}
-        assert (joined["labels"][n:] == -1).all()
-        assert (joined["labels"][:n] >= 0).all()
-        joined = {name: array[:n] for name, array in joined.items()}
-        assert_same(joined, whole or joined)
-        whole = joined
-    assert raw(task, whole) == [BYTES.decode(row.tolist()) for row in expected]
+        batch_arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in ("input_ids", "labels")}
+        assert (batch_arrays["labels"][n:] == -1).all()
+        assert (batch_arrays["labels"][:n] >= 0).all()
+        batch_arrays = {name: array[:n] for name, array in batch_arrays.items()}
+        assert_same(batch_arrays, first or batch_arrays)
+        first = batch_arrays
+    assert raw(task, first) == [BYTES.decode(row.tolist()) for row in expected]
 
 
-def test_a_mean_over_validation_does_not_depend_on_the_batch_size(task: Denoise) -> None:
-    """1e-6: only the order of additions differs."""
+def test_evaluation_does_not_depend_on_the_batch_size(task: Denoise) -> None:
+    """Tolerance 1e-6: only the order of additions differs."""
     model, score = initialise(T5(TINY), 0), scorer(task)
-    found = [evaluate(task, score, model, size) for size in (1, 3, 64)]
-    for values in found[1:]:
-        assert values == pytest.approx(found[0], rel=1e-6)
+    results = [evaluate(task, score, model, size) for size in (1, 3, 64)]
+    for values in results[1:]:
+        assert values == pytest.approx(results[0], rel=1e-6)
 
 
-def test_metrics(task: Denoise, text: Path, tmp_path: Path) -> None:
+def test_bits_per_byte_only_for_bytes(task: Denoise, text: Path, tmp_path: Path) -> None:
     sums = Sums(*map(np.float64, (30.0, 5.0, 20.0)))
     assert task.metrics(sums) == {
         "loss": 1.5, "perplexity": math.exp(1.5), "accuracy": 0.25, "bits_per_byte": 1.5 / math.log(2)
@@ -145,35 +145,35 @@ def bpe(text: Path, directory: Path, sentinels: int = 20) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_an_example_as_text(kind: str, text: Path, tmp_path: Path) -> None:
-    """The original is a part of the corpus, and the two sides hold all of it between their numbered holes."""
+def test_formatted_example_restores_the_original(kind: str, text: Path, tmp_path: Path) -> None:
+    """The original is part of the corpus; joining input and target at their numbered sentinels restores it."""
     tokenizer = ByteTokenizer() if kind == "bytes" else bpe(text, tmp_path)
     task = Denoise(families.T5, TINY, OBJECTIVE, tokenizer, *corpus(text, tokenizer), 3)
     corpus_text = text.read_text().replace("\n", "")
     assert task.lengths.spans > 1
     for row in range(8):
-        original, reads, writes = task.format_example(task.batch(0, 8), row).values()
+        original, inputs, targets = task.format_example(task.batch(0, 8), row).values()
         assert original in corpus_text
-        for side in (reads, writes):
+        for side in (inputs, targets):
             assert re.findall(" ‹(.*?)› ", side) == [str(number) for number in range(task.lengths.spans)]
-        kept, holes = (re.split(" ‹.*?› ", side) for side in (reads, writes))
-        assert kept.pop() == holes.pop(0) == ""  # nothing after the last hole, nothing before the first
-        assert "".join(part for pair in zip(kept, holes) for part in pair) == original
+        unmasked, masked = (re.split(" ‹.*?› ", side) for side in (inputs, targets))
+        assert unmasked.pop() == masked.pop(0) == ""  # nothing after the last sentinel, nothing before the first
+        assert "".join(part for pair in zip(unmasked, masked) for part in pair) == original
 
 
-def test_spans_are_longer_in_bytes(text: Path, tmp_path: Path) -> None:
+def test_masked_spans_are_longer_for_bytes(text: Path, tmp_path: Path) -> None:
     usual, pieces = DenoiseObjective(512), bpe(text, tmp_path, sentinels=100)
     assert Denoise(families.T5, TINY, usual, BYTES, *corpus(text, BYTES), 0).lengths.spans == round(568 * 0.15 / 20)
     assert Denoise(families.T5, TINY, usual, pieces, *corpus(text, pieces), 0).lengths == (568, 85, 28, 512, 114)
 
 
-def test_what_cannot_be_trained_on(text: Path, tmp_path: Path) -> None:
+def test_unsuitable_text_and_tokenizers_are_refused(text: Path, tmp_path: Path) -> None:
     train, validation = corpus(text, BYTES)
     short = Tokens(train.store, 0, 10)
     with pytest.raises(InputError, match="training text has 10 tokens, fewer than the 34 of one example"):
         Denoise(families.T5, TINY, OBJECTIVE, BYTES, short, validation, 0)
     assert Denoise(families.T5, TINY, OBJECTIVE, BYTES, train, short, 0).validation_examples == 0
-    with pytest.raises(InputError, match="have 127 holes and the tokenizer only 100 sentinels"):
+    with pytest.raises(InputError, match="have 127 masked spans, but the tokenizer has only 100 sentinels"):
         Denoise(families.T5, TINY, DenoiseObjective(256, noise_density=0.5, mean_span=1.0), BYTES, train, validation, 0)
     bare = bpe(text, tmp_path, sentinels=0)
     with pytest.raises(InputError, match="the tokenizer has no sentinels"):

@@ -1,4 +1,4 @@
-"""Batches of a language model: pure functions of step and row, and every token but padding a label."""
+"""Language-model batches are pure functions of step and row; every token except padding is a label."""
 
 from dataclasses import replace
 
@@ -24,8 +24,8 @@ def task(config: Config = CONFIG, **objective: object) -> Language:
     return Language(vq_language, config, LanguageObjective(48, 16, **objective), ByteTokenizer.plain(), opened, 7)
 
 
-def test_rows_and_steps_stand_alone() -> None:
-    """Some rows of a batch are those of the whole; chunks follow each other; each sequence comes once an epoch."""
+def test_batch_depends_only_on_step_and_rows() -> None:
+    """Selected rows equal those of the full batch; chunks are consecutive; an epoch has each sequence once."""
     one, other = task(), task()
     batches = [one.batch(step, 7) for step in range(9)]
     for step in (8, 0, 3):
@@ -39,32 +39,32 @@ def test_rows_and_steps_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("pad", [0, 1])
-def test_an_end_is_a_label_even_where_padding_is_one(pad: int) -> None:
-    """As in GPT-2's vocabulary, which has one token for both."""
-    made = task(replace(CONFIG, pad_id=pad))
-    wanted = np.asarray(made.train.ids)
-    labels = np.concatenate([batch["labels"] for batch in made.evaluation(1)]).reshape(-1)
-    np.testing.assert_array_equal(labels[:1000], wanted)
+def test_end_token_is_a_label_even_if_it_is_also_the_padding(pad: int) -> None:
+    """GPT-2's vocabulary has one token for both."""
+    language = task(replace(CONFIG, pad_id=pad))
+    expected = np.asarray(language.train.ids)
+    labels = np.concatenate([batch["labels"] for batch in language.evaluation(1)]).reshape(-1)
+    np.testing.assert_array_equal(labels[:1000], expected)
     assert (labels[1000:] == -1).all()
 
 
-def test_what_a_gradient_is_divided_by() -> None:
+def test_gradient_divisor() -> None:
     batch = jax.device_put(task().batch(0, 3))
     assert task().divisor(batch) is None
     assert task(normalise="positions").divisor(batch) == 3 * 16
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])
-def test_names_of_the_carry(attention: str) -> None:
-    """Checkpoints of a run hold it by these names, rows first: a name that changes makes older ones unreadable."""
+def test_names_and_shapes_of_the_carry(attention: str) -> None:
+    """Checkpoints store the carry by these names, rows first: renaming one makes older checkpoints unreadable."""
     c = replace(CONFIG, attention=attention)
-    made = task(c) if attention == "vq" else Language(
+    language = task(c) if attention == "vq" else Language(
         vq_language, c, LanguageObjective(48), ByteTokenizer.plain(), task().data, 7
     )  # fmt: skip
-    found = {name: leaf.shape for name, leaf in leaves({"carry": made.carry(3)}).items()}
+    carry = {name: leaf.shape for name, leaf in leaves({"carry": language.carry(3)}).items()}
     shapes = {"codes": (8,), "keys": (8, 32), "values": (8, 256), "counts": (64,), "means": (64, 256)}
     caches = {
         f"carry.caches.{unit}.{name}": (3, c.n_layers, 1, *shape) for unit in (0, 1) for name, shape in shapes.items()
     }
     expected = {"carry.position": (3,), "carry.documents": (3, 8), "carry.latest": (3,), "carry.key": (3, 2)}
-    assert found == expected | (caches if attention == "vq" else {})
+    assert carry == expected | (caches if attention == "vq" else {})

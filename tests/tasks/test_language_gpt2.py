@@ -1,4 +1,4 @@
-"""GPT-2 trained by the language-modelling task: its loss and gradients are transformers', and rows stand alone."""
+"""Language modelling with GPT-2: loss and gradients equal those of transformers, and rows are independent."""
 
 import math
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ CONFIG = Config(
 
 
 class Words(Ids):
-    """A text of three bytes a token and a word every four."""
+    """A text with three bytes per token and four tokens per word."""
 
     def measured(self) -> TextSize:
         return TextSize(len(self), len(self) / 4, 3 * len(self))
@@ -56,8 +56,8 @@ def task(config: Config = CONFIG, length: int = LENGTH, **objective: Any) -> Lan
     )
 
 
-def sums(made: Language, model: GPT2, batches: Iterator[Any]) -> Sums:
-    score = jax.jit(lambda model, batch: made.loss(model, batch, None, None)[0])
+def sums(language: Language, model: GPT2, batches: Iterator[Any]) -> Sums:
+    score = jax.jit(lambda model, batch: language.loss(model, batch, None, None)[0])
     return jax.tree.map(lambda *a: sum(a), *[score(model, batch) for batch in batches])
 
 
@@ -65,14 +65,14 @@ def sums(made: Language, model: GPT2, batches: Iterator[Any]) -> Sums:
 def test_loss_and_every_gradient_equal_torch(accumulate: int, tmp_path: Path) -> None:
     reference = make_gpt2(tmp_path / "torch")
     model = flaxen.load(reference.directory).model
-    made = task(model.config)
-    (batch,) = (batch for batch in made.evaluation(4) if (batch["labels"] == -1).any())  # with padding
+    language = task(model.config)
+    (batch,) = (batch for batch in language.evaluation(4) if (batch["labels"] == -1).any())  # with padding
     ids = torch.tensor(np.concatenate([batch["inputs"][:, :1], np.maximum(batch["labels"], 0)], axis=1)).long()
     labels = torch.tensor(np.concatenate([batch["inputs"][:, :1], batch["labels"]], axis=1)).long()
-    out = reference.model(ids, labels=torch.where(labels < 0, -100, labels))  # it shifts labels by itself
+    out = reference.model(ids, labels=torch.where(labels < 0, -100, labels))  # transformers shifts the labels itself
     out.loss.backward()
 
-    run = jax.jit(lambda model, batch: value_and_grad(made.loss, model, batch, accumulate))
+    run = jax.jit(lambda model, batch: value_and_grad(language.loss, model, batch, accumulate))
     loss, _, gradient, carry = run(model, jax.device_put(batch))
     assert carry is None
     np.testing.assert_allclose(float(loss), out.loss.item(), rtol=1e-5)
@@ -80,8 +80,8 @@ def test_loss_and_every_gradient_equal_torch(accumulate: int, tmp_path: Path) ->
     same_gradients(named, torch_gradients(reference.model, tmp_path / "gradients"))
 
 
-def test_batches_are_functions_of_the_step() -> None:
-    """Any rows of any step, in any order; each begins with the start token; every token is a label once an epoch."""
+def test_batch_depends_only_on_step_and_rows() -> None:
+    """Rows start with the start token, and every token is a label once per epoch."""
     one, other = task(), task()
     assert isinstance(one, Task)
     batches = [one.batch(step, 3) for step in range(3)]
@@ -99,60 +99,60 @@ def test_batches_are_functions_of_the_step() -> None:
 
 
 def test_metrics_do_not_depend_on_the_batch_size() -> None:
-    made, model = task(), initialise(GPT2(CONFIG), 0)
-    found = [made.metrics(sums(made, model, made.evaluation(size))) for size in (1, 4, 9)]
-    for one in found:
-        assert one == pytest.approx(found[0], rel=1e-5)
-    loss = found[0]["loss"]
-    assert found[0]["perplexity"] == pytest.approx(math.exp(loss))
-    assert found[0]["bits_per_byte"] == pytest.approx(loss / 3 / math.log(2))
-    assert found[0]["word_perplexity"] == pytest.approx(math.exp(4 * loss), rel=1e-5)
+    language, model = task(), initialise(GPT2(CONFIG), 0)
+    results = [language.metrics(sums(language, model, language.evaluation(size))) for size in (1, 4, 9)]
+    for metrics in results:
+        assert metrics == pytest.approx(results[0], rel=1e-5)
+    loss = results[0]["loss"]
+    assert results[0]["perplexity"] == pytest.approx(math.exp(loss))
+    assert results[0]["bits_per_byte"] == pytest.approx(loss / 3 / math.log(2))
+    assert results[0]["word_perplexity"] == pytest.approx(math.exp(4 * loss), rel=1e-5)
 
 
-def test_dropout_is_the_keys() -> None:
-    made = task(replace(CONFIG, dropout=0.3))
-    model, batch = initialise(GPT2(made.config), 0), jax.device_put(made.batch(0, 2))
-    loss = jax.jit(lambda model, key: made.loss(model, batch, None, key)[0].loss)
+def test_dropout_depends_only_on_the_key() -> None:
+    language = task(replace(CONFIG, dropout=0.3))
+    model, batch = initialise(GPT2(language.config), 0), jax.device_put(language.batch(0, 2))
+    loss = jax.jit(lambda model, key: language.loss(model, batch, None, key)[0].loss)
     keys = [None, *jax.random.split(jax.random.key(0))]
     losses = [float(loss(model, key)) for key in keys]
     assert len(set(losses)) == 3
     assert losses == [float(loss(model, key)) for key in keys]
 
 
-def test_adapters_train() -> None:
-    """An adapter that adds nothing changes nothing, its updates lower the loss, and merged it measures the same."""
-    made, model = task(), initialise(GPT2(CONFIG), 0)
+def test_adapter_training_lowers_the_loss() -> None:
+    """The initial adapter changes nothing, training lowers the loss, and the merged model has the same loss."""
+    language, model = task(), initialise(GPT2(CONFIG), 0)
     settings = LoRA(rank=2)
     adapter = lora.initial_adapter(GPT2(CONFIG), settings, 0)
     assert set(adapter) == {"layers.attention.qkv"}
-    before = float(sums(made, model, made.evaluation(9)).loss)
+    before = float(sums(language, model, language.evaluation(9)).loss)
     attached = lora.attach(model, adapter, settings.scale)
-    assert float(sums(made, attached, made.evaluation(9)).loss) == pytest.approx(before, rel=1e-6)
+    assert float(sums(language, attached, language.evaluation(9)).loss) == pytest.approx(before, rel=1e-6)
 
     def whole(trained: Any, base: Any) -> Any:
         return lora.attach(base, trained, settings.scale)
 
     stepper = Stepper(
-        made, Optimizer("adamw", learning_rate=3e-2), Schedule("constant", 0), Training(steps=8, batch_size=9), whole,
-        base=lambda: model,
+        language, Optimizer("adamw", learning_rate=3e-2), Schedule("constant", 0), Training(steps=8, batch_size=9),
+        whole, base=lambda: model,
     )  # fmt: skip
     state = stepper.start(adapter)
     assert state.carry is None
     for step in range(8):
-        state, _ = stepper.update(state, jax.device_put(made.batch(step, 9)))
-    after = float(sums(made, lora.attach(model, state.model, settings.scale), made.evaluation(9)).loss)
+        state, _ = stepper.update(state, jax.device_put(language.batch(step, 9)))
+    after = float(sums(language, lora.attach(model, state.model, settings.scale), language.evaluation(9)).loss)
     assert after < 0.99 * before
     merged = lora.merge(model, state.model, settings.scale)
-    assert float(sums(made, merged, made.evaluation(9)).loss) == pytest.approx(after, rel=1e-5)
+    assert float(sums(language, merged, language.evaluation(9)).loss) == pytest.approx(after, rel=1e-5)
 
 
-def test_nothing_is_prepared_or_carried() -> None:
-    made, model = task(), initialise(GPT2(CONFIG), 0)
-    assert made.carry(3) is None
-    for path, leaf in leaves(made.prepare_model(model)).items():
+def test_no_preparation_and_no_carry() -> None:
+    language, model = task(), initialise(GPT2(CONFIG), 0)
+    assert language.carry(3) is None
+    for path, leaf in leaves(language.prepare_model(model)).items():
         assert leaf is leaves(model)[path]
-    assert made.flops == 3 * gpt2_language.flops(CONFIG, LENGTH)
-    assert any("32 tokens" in note for note in made.notes(4))
+    assert language.flops == 3 * gpt2_language.flops(CONFIG, LENGTH)
+    assert any("32 tokens" in note for note in language.notes(4))
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_nothing_is_prepared_or_carried() -> None:
         ({"cross": True}, {}, "cross-attention"),
     ],
 )
-def test_refused(config: dict[str, Any], objective: dict[str, Any], message: str) -> None:
+def test_unsupported_objectives_are_refused(config: dict[str, Any], objective: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         task(replace(CONFIG, **config), **objective)
-    task(update=LENGTH)  # a whole row is what an update is anyway
+    task(update=LENGTH)  # the default, so it is accepted
 
 
 def test_both_architectures_are_language_models() -> None:
-    """Modules that have what the protocol names; a table of families can hold them."""
+    """Both modules implement the protocol, so that families can refer to them."""
     for architecture in (gpt2_language, vq_language):
         assert isinstance(architecture, LanguageModel)
     assert not gpt2_language.has_codebooks(CONFIG)

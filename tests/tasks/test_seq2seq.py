@@ -1,4 +1,4 @@
-"""Packed or grouped, the same pairs give the same loss and gradients; evaluation covers each pair once."""
+"""Packed and grouped batches give the same loss and gradients; evaluation covers each pair once."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ TINY = Config(
 )  # fmt: skip
 BYTES = ByteTokenizer()
 OBJECTIVE = Seq2SeqObjective(source_length=48, target_length=24, shapes=3)
-SILENT = EvalGeneration(examples=0)
+NO_GENERATION = EvalGeneration(examples=0)
 
 
 @pytest.fixture(scope="module")
@@ -46,36 +46,38 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def make(material: Path, config: Config = TINY, generation: EvalGeneration = SILENT, **objective: Any) -> Seq2Seq:
+def make(
+    material: Path, config: Config = TINY, generation: EvalGeneration = NO_GENERATION, **objective: Any
+) -> Seq2Seq:
     pairs = Pairs(train=(str(material / "pairs.jsonl"),), validation_percent=20.0, cache=material / "cache")
-    chosen = dataclasses.replace(OBJECTIVE, **objective)
-    return Seq2Seq(families.T5, config, chosen, generation, BYTES, *open_pairs(pairs, BYTES), 3)
+    settings = dataclasses.replace(OBJECTIVE, **objective)
+    return Seq2Seq(families.T5, config, settings, generation, BYTES, *open_pairs(pairs, BYTES), 3)
 
 
 def texts(task: Seq2Seq, batch: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     """The pairs of a batch, row by row."""
-    shown = [task.format_example(batch, row) for row in range(len(batch["labels"]))]
-    return [both for one in shown for both in zip(one["reads"].split(" ┃ "), one["writes"].split(" ┃ "))]
+    rows = [task.format_example(batch, row) for row in range(len(batch["labels"]))]
+    return [pair for row in rows for pair in zip(row["input"].split(" ┃ "), row["target"].split(" ┃ "))]
 
 
 @pytest.mark.parametrize("attention", ["full", "local", "transient-global"])
 def test_packed_training_equals_separate_training(material: Path, attention: str) -> None:
-    """One batch of all packed rows, one of all pairs: the same loss, the same gradients."""
+    """One batch of all packed rows and one of all pairs have the same loss and gradients."""
     config = dataclasses.replace(TINY, attention=attention)
     model = initialise(T5(config), 0)
     packed, grouped = make(material, config, batching="packed"), make(material, config, shapes=1)
     assert packed.examples < grouped.examples
-    ends = []
+    results = []
     for task in (packed, grouped):
         batch = task.batch(0, task.examples)
         assert sorted(texts(task, batch)) == sorted(texts(grouped, grouped.batch(0, grouped.examples)))
         loss, sums, gradient, _ = jax.jit(lambda model, batch, task=task: value_and_grad(task.loss, model, batch, 1))(
             model, batch
         )
-        ends.append((float(loss), float(sums.weight), leaves(gradient)))
-    (one, weight, gradient), (other, other_weight, other_gradient) = ends
+        results.append((float(loss), float(sums.weight), leaves(gradient)))
+    (loss, weight, gradient), (other_loss, other_weight, other_gradient) = results
     assert weight == other_weight
-    assert one == pytest.approx(other, rel=1e-6)
+    assert loss == pytest.approx(other_loss, rel=1e-6)
     for name, leaf in gradient.items():
         scale = float(jnp.abs(other_gradient[name]).max())
         np.testing.assert_allclose(leaf, other_gradient[name], rtol=0, atol=2e-5 * scale)
@@ -96,27 +98,27 @@ def test_grouped_batches_have_few_shapes_and_little_padding(material: Path) -> N
     assert any("padding" in note for note in task.notes(8))
 
 
-def test_rows_of_a_batch(material: Path) -> None:
+def test_selected_rows_equal_those_of_the_full_batch(material: Path) -> None:
     for batching in ("grouped", "packed"):
         task = make(material, batching=batching)
-        whole, part = task.batch(5, 8), task.batch(5, 8, slice(2, 5))
+        full, part = task.batch(5, 8), task.batch(5, 8, slice(2, 5))
         for name, array in part.items():
-            np.testing.assert_array_equal(array, whole[name][2:5])
+            np.testing.assert_array_equal(array, full[name][2:5])
 
 
 @pytest.mark.parametrize("size", [1, 5, 12])
-def test_evaluation_is_exact_whatever_the_batch(material: Path, size: int) -> None:
+def test_evaluation_does_not_depend_on_batch_size_or_packing(material: Path, size: int) -> None:
     model = initialise(T5(TINY), 0)
     tasks = [make(material), make(material, batching="packed")]
-    seen = [both for batch in tasks[0].evaluation(size) for both in texts(tasks[0], batch) if both[0]]
+    seen = [pair for batch in tasks[0].evaluation(size) for pair in texts(tasks[0], batch) if pair[0]]
     assert len(seen) == len(set(seen)) == tasks[0].validation_examples == 12
-    whole = evaluate(tasks[0], scorer(tasks[0]), model, 12)
+    expected = evaluate(tasks[0], scorer(tasks[0]), model, 12)
     for task in tasks:
-        assert evaluate(task, scorer(task), model, size) == pytest.approx(whole, rel=1e-5)
-    assert set(whole) == {"loss", "perplexity", "accuracy"}
+        assert evaluate(task, scorer(task), model, size) == pytest.approx(expected, rel=1e-5)
+    assert set(expected) == {"loss", "perplexity", "accuracy"}
 
 
-def test_smoothing_is_trained_and_not_measured(material: Path) -> None:
+def test_label_smoothing_affects_training_but_not_evaluation(material: Path) -> None:
     model = initialise(T5(TINY), 0)
     plain, smooth = make(material), make(material, label_smoothing=0.2)
     batch = {name: jnp.asarray(array) for name, array in plain.batch(0, 8).items()}
@@ -126,7 +128,7 @@ def test_smoothing_is_trained_and_not_measured(material: Path) -> None:
     assert value(smooth, key) != pytest.approx(value(plain, key))
 
 
-def test_what_it_writes_is_scored_and_kept(material: Path, tmp_path: Path) -> None:
+def test_generated_text_is_scored_and_saved(material: Path, tmp_path: Path) -> None:
     task = make(material, generation=EvalGeneration(examples=5, num_beams=2, max_new_tokens=6))
     generation_metrics = task.generate_and_score_sample(initialise(T5(TINY), 0), tmp_path / "out.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -138,9 +140,9 @@ def test_what_it_writes_is_scored_and_kept(material: Path, tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
-def test_long_pairs_are_cut_and_counted_or_refused(material: Path) -> None:
+def test_long_pairs_are_truncated_and_counted_or_refused(material: Path) -> None:
     task = make(material, source_length=16)
-    assert any("sources are longer than 16 tokens and are cut" in note for note in task.notes(4))
+    assert any("sources to 16 tokens" in note for note in task.notes(4))
     batch = task.batch(0, 48)
     assert batch["input_ids"].shape[1] == 16
     full = batch["input_ids"][(batch["segments"] > 0).all(axis=1)]

@@ -1,4 +1,4 @@
-"""The page is whole or not there, has a card for every row, and takes no text for markup."""
+"""Contact sheet: the page is complete or absent, has a card per row, and escapes all text."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ EVIL = "<script>alert('x')</script> & \"quoted\" <b>"
 
 
 class Page(HTMLParser):
-    """The elements of a page in order: name, attributes, and the text directly in it."""
+    """The elements of a page in order: name, attributes, and direct text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -34,21 +34,23 @@ class Page(HTMLParser):
         if self.open:
             self.open[-1][2].append(data)
 
-    def all(self, tag, **wanted):
-        """Attributes and text of the elements of this name whose attributes are these."""
-        wanted = {name.rstrip("_"): value for name, value in wanted.items()}
-        return [(a, "".join(t).strip()) for name, a, t in self.elements if name == tag and wanted.items() <= a.items()]
+    def all(self, tag, **attributes):
+        """Attributes and text of all elements with this name and these attributes."""
+        required = {name.rstrip("_"): value for name, value in attributes.items()}
+        return [
+            (a, "".join(t).strip()) for name, a, t in self.elements if name == tag and required.items() <= a.items()
+        ]
 
 
-def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
+def gradient_image(width: int, height: int, mode: str = "RGB") -> Image.Image:
     return Image.linear_gradient("L").convert(mode).resize((width, height))
 
 
 ROWS = [
-    SheetEntry(picture(640, 480), "wide.jpg", "a dog runs", ("A dog is running .", "Ein Hund läuft"), 1.234567),
-    SheetEntry(picture(300, 900), "tall.jpg", "", (), 0.0),
+    SheetEntry(gradient_image(640, 480), "wide.jpg", "a dog runs", ("A dog is running .", "Ein Hund läuft"), 1.234567),
+    SheetEntry(gradient_image(300, 900), "tall.jpg", "", (), 0.0),
     SheetEntry(None, "lost.jpg", "a cat", ("a cat",), None),
-    SheetEntry(picture(60, 30), EVIL, EVIL, (EVIL, "plain"), -0.5),
+    SheetEntry(gradient_image(60, 30), EVIL, EVIL, (EVIL, "plain"), -0.5),
 ]
 
 
@@ -57,7 +59,7 @@ def write(path, rows=ROWS, title="Captions", note="") -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def test_a_card_for_every_row(tmp_path) -> None:
+def test_every_row_has_a_card(tmp_path) -> None:
     page = write(tmp_path / "sheet.html", title="Captions, step 10", note="CIDEr 0.9")
     cards = page.all("article")
     assert len(cards) == len(ROWS)
@@ -65,14 +67,14 @@ def test_a_card_for_every_row(tmp_path) -> None:
     assert all(card["tabindex"] == "0" for card, _ in cards)
     assert [text for _, text in page.all("span", class_="score")] == ["1.23", "0.00", "-0.50"]
     assert [text for _, text in page.all("p", class_="prediction")] == [row.prediction for row in ROWS]
-    assert [text for _, text in page.all("li")] == [one for row in ROWS for one in row.references]
+    assert [text for _, text in page.all("li")] == [reference for row in ROWS for reference in row.references]
     assert [text for _, text in page.all("p", class_="name")] == [row.name for row in ROWS]
     assert [text for _, text in page.all("h1") + page.all("title")] == ["Captions, step 10"] * 2
     assert "CIDEr 0.9" in [text for _, text in page.all("p")]
-    assert page.all("output")[0][1] == "4 pictures"
+    assert page.all("output")[0][1] == "4 images"
 
 
-def test_text_is_not_markup(tmp_path) -> None:
+def test_text_is_escaped(tmp_path) -> None:
     page = write(tmp_path / "sheet.html", title=EVIL, note=EVIL)
     assert len(page.all("script")) == 1
     assert not page.all("b")
@@ -80,7 +82,7 @@ def test_text_is_not_markup(tmp_path) -> None:
     assert page.all("h1")[0][1] == page.all("title")[0][1] == EVIL
 
 
-def test_pictures_are_small_and_inside(tmp_path) -> None:
+def test_images_are_small_and_embedded(tmp_path) -> None:
     page = write(tmp_path / "sheet.html")
     images = []
     for attributes, _ in page.all("img"):
@@ -99,33 +101,33 @@ def test_pictures_are_small_and_inside(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
-def test_every_kind_of_picture(tmp_path, mode: str) -> None:
+def test_all_image_modes(tmp_path, mode: str) -> None:
     rows = [SheetEntry(Image.new(mode, (300, 200)), "one", "one", (), None)]
     assert len(write(tmp_path / "sheet.html", rows).all("img")) == 1
 
 
-def test_what_is_transparent_is_white(tmp_path) -> None:
+def test_transparent_areas_become_white(tmp_path) -> None:
     rows = [SheetEntry(Image.new("RGBA", (8, 8), (0, 0, 0, 0)), "clear.png", "one", (), None)]
     source = write(tmp_path / "sheet.html", rows).all("img")[0][0]["src"]
     image = Image.open(io.BytesIO(base64.b64decode(source.split(",")[1])))
     assert image.getpixel((4, 4)) == (255, 255, 255)
 
 
-def test_no_rows_and_odd_names(tmp_path) -> None:
-    assert write(tmp_path / "none.html", []).all("output")[0][1] == "0 pictures"
+def test_empty_page_and_unusual_names(tmp_path) -> None:
+    assert write(tmp_path / "none.html", []).all("output")[0][1] == "0 images"
     page = write(tmp_path / "odd.html", [SheetEntry(None, "a\udcff.jpg", "ein Käfer 狗", (), None)])
     assert page.all("p", class_="name")[0][1] == "a?.jpg"
     assert page.all("p", class_="prediction")[0][1] == "ein Käfer 狗"
-    assert page.all("output")[0][1] == "1 picture"
+    assert page.all("output")[0][1] == "1 image"
 
 
-def test_many_rows_have_room_for_their_number(tmp_path) -> None:
+def test_header_has_room_for_large_counts(tmp_path) -> None:
     page = write(tmp_path / "sheet.html", [SheetEntry(None, "one", "one", (), None)] * 1200)
-    assert page.all("output")[0][1] == "1,200 pictures"
+    assert page.all("output")[0][1] == "1,200 images"
     assert len(page.all("article")) == 1200
 
 
-def test_a_failure_leaves_the_old_page(tmp_path) -> None:
+def test_failure_keeps_the_old_page(tmp_path) -> None:
     def failing():
         yield from ROWS
         raise RuntimeError("no more")

@@ -1,4 +1,4 @@
-"""Pieces of a batch add up to the batch."""
+"""Gradient accumulation gives the loss and gradient of the whole batch."""
 
 import functools
 
@@ -17,8 +17,8 @@ TINY = Config(vocab_size=50, d_model=16, d_head=4, d_ff=24, n_layers=2, n_decode
 
 
 @functools.cache
-def whole() -> tuple[T5, tuple[jax.Array, ...], jax.Array, T5]:
-    """A model, a batch, and the loss and gradient of all its rows at once."""
+def whole_batch() -> tuple[T5, tuple[jax.Array, ...], jax.Array, T5]:
+    """A model, a batch, and the loss and gradient of the whole batch at once."""
     model = initialise(T5(TINY), 0)
     batch = tuple(jnp.asarray(a) for a in random_batch(50, rows=6))
     loss = lambda model: model.loss(batch[0], batch[2], batch[1])[0]  # noqa: E731
@@ -26,9 +26,9 @@ def whole() -> tuple[T5, tuple[jax.Array, ...], jax.Array, T5]:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 6])
-def test_pieces_equal_the_whole(pieces: int) -> None:
-    """Rows hold different numbers of labels: a mean of means would be wrong."""
-    model, batch, expected, gradient = whole()
+def test_accumulated_gradient_equals_whole_batch(pieces: int) -> None:
+    """Rows have different numbers of labels, so a mean of the pieces' means would be wrong."""
+    model, batch, expected, gradient = whole_batch()
     loss = lambda model, piece, _, key: (model.loss(piece[0], piece[2], piece[1], key=key)[1], None)  # noqa: E731
     mean, sums, ours, _ = jax.jit(lambda model: value_and_grad(loss, model, batch, pieces))(model)
     np.testing.assert_allclose(mean, expected, rtol=1e-6)
@@ -37,6 +37,6 @@ def test_pieces_equal_the_whole(pieces: int) -> None:
         np.testing.assert_allclose(leaves(ours)[name], leaf, rtol=0, atol=1e-5 * float(jnp.abs(leaf).max()))
 
 
-def test_rows_that_do_not_divide() -> None:
+def test_indivisible_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="4 pieces"):
         value_and_grad(lambda model, piece, carry, key: None, {}, jnp.zeros((6, 2)), 4)

@@ -1,4 +1,4 @@
-"""One update of every optimizer against torch's or optax's on the same gradients; schedules at their corners."""
+"""Every optimizer equals torch's or optax's on the same gradients; learning-rate schedules at their key points."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flaxen.train.optim import learning_rate, make_optimizer
 from flaxen.train.settings import OPTIONS, Optimizer, Schedule
 from flaxen.tree import leaves, map_leaves
 
-# Wide enough that Adafactor factors (128), with stacked layers and head axes, encoder and decoder of unequal depth.
+# Wide enough for Adafactor to factor (128), with stacked layers and head axes, encoder and decoder of unequal depth.
 CONFIG = Config(vocab_size=160, d_model=144, d_head=40, d_ff=200, n_layers=3, n_decoder_layers=2, n_heads=4)
 RATE = 0.03
 
@@ -28,23 +28,23 @@ def model() -> T5:
 
 
 def gradients(model: T5, n: int = 3) -> list[T5]:
-    """Made, not computed: of very different sizes, so that clipping and scaling matter."""
+    """Random gradients of very different magnitudes, so that clipping and scaling matter."""
     draw = np.random.default_rng(1)
 
-    def one(path: str, leaf: jax.Array) -> jax.Array:
+    def draw_leaf(path: str, leaf: jax.Array) -> jax.Array:
         return jnp.asarray(draw.normal(size=leaf.shape) * 10 ** draw.uniform(-4, 0), jnp.float32)
 
-    return [map_leaves(one, model) for _ in range(n)]
+    return [map_leaves(draw_leaf, model) for _ in range(n)]
 
 
 def updated(optimizer: Optimizer, model: T5, steps: list[T5]) -> dict[str, np.ndarray]:
-    """The weights after the updates, as a checkpoint has them: one matrix per tensor."""
+    """The weights after the updates, in the form of a checkpoint: one matrix per tensor."""
     transform = make_optimizer(optimizer, lambda step: jnp.asarray(RATE))
     state = jax.jit(transform.init)(model)
     update, apply = jax.jit(transform.update), jax.jit(optax.apply_updates)
     for gradient in steps:
-        changes, state = update(gradient, state, model)
-        model = apply(model, changes)
+        updates, state = update(gradient, state, model)
+        model = apply(model, updates)
     return tensors(model)
 
 
@@ -53,12 +53,12 @@ def tensors(model: T5) -> dict[str, np.ndarray]:
 
 
 def reference(transform: optax.GradientTransformation, model: T5, steps: list[T5]) -> dict[str, np.ndarray]:
-    """The same with optax on the separate tensors of a checkpoint."""
+    """The weights after the same updates by optax, on the separate tensors of a checkpoint."""
     weights = {name: jnp.asarray(tensor) for name, tensor in tensors(model).items()}
     state, update, apply = jax.jit(transform.init)(weights), jax.jit(transform.update), jax.jit(optax.apply_updates)
     for gradient in steps:
-        changes, state = update({k: jnp.asarray(v) for k, v in tensors(gradient).items()}, state, weights)
-        weights = apply(weights, changes)
+        updates, state = update({k: jnp.asarray(v) for k, v in tensors(gradient).items()}, state, weights)
+        weights = apply(weights, updates)
     return {name: np.asarray(leaf) for name, leaf in weights.items()}
 
 
@@ -70,7 +70,7 @@ def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], sta
         np.testing.assert_allclose(ours[name], tensor, rtol=0, atol=2e-5 * change + 1e-7, err_msg=name)
 
 
-def test_adamw_is_torch(model: T5) -> None:
+def test_adamw_equals_torch(model: T5) -> None:
     steps, decay = gradients(model), 0.1
     ours = updated(Optimizer("adamw", weight_decay=decay, clip=0.0), model, steps)
     weights = {name: torch.nn.Parameter(torch.tensor(tensor)) for name, tensor in tensors(model).items()}
@@ -85,21 +85,21 @@ def test_adamw_is_torch(model: T5) -> None:
     assert_equal(ours, {name: p.detach().numpy() for name, p in weights.items()}, tensors(model))
 
 
-def test_adafactor_is_optax_on_separate_tensors(model: T5) -> None:
-    """As the old script called it: stacking layers and splitting heads must not show."""
+def test_adafactor_equals_optax_on_separate_tensors(model: T5) -> None:
+    """As the old script called it. Stacking layers and splitting heads must not change the result."""
     steps = gradients(model)
     ours = updated(Optimizer("adafactor", clip=0.0), model, steps)
     assert_equal(ours, reference(optax.adafactor(RATE), model, steps), tensors(model))
 
 
-def test_adafactor_factors(model: T5) -> None:
-    """Its memory is rows and columns, not matrices."""
+def test_adafactor_state_is_factored(model: T5) -> None:
+    """The state holds rows and columns, not matrices."""
     state = make_optimizer(Optimizer("adafactor"), lambda step: jnp.asarray(RATE)).init(model)
-    of_weights = sum(leaf.size for leaf in jax.tree.leaves(model))
-    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 0.12 * of_weights
+    weights = sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 0.12 * weights
 
 
-def test_adamw_rms_is_adamw_times_the_size_of_each_tensor(model: T5) -> None:
+def test_adamw_rms_is_adamw_scaled_by_the_rms_of_each_tensor(model: T5) -> None:
     steps = gradients(model)
     chain = optax.chain(optax.scale_by_adam(), optax.scale_by_param_block_rms(), optax.scale_by_learning_rate(RATE))
     assert_equal(
@@ -108,29 +108,29 @@ def test_adamw_rms_is_adamw_times_the_size_of_each_tensor(model: T5) -> None:
 
 
 def test_adafactor_factors_every_matrix_of_a_transformer_vq() -> None:
-    """Also the output of a unit, whose heads are one axis."""
+    """Including the output projection of a unit, whose heads are merged into one axis."""
     config = vq_config.Config(d_model=128, d_k=8, d_v=128, n_layers=2, n_codes=4, block=8, window=8)
     model = initialise(VQLM(config), 0)
     ours = make_optimizer(Optimizer("adafactor", clip=0.0), lambda step: jnp.asarray(1.0))
     drawn = lambda model: jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape), model)  # noqa: E731
     gradient = jax.jit(drawn)(model)
-    changes, _ = jax.jit(ours.update)(gradient, jax.jit(ours.init)(model), model)
+    updates, _ = jax.jit(ours.update)(gradient, jax.jit(ours.init)(model), model)
     chain = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())
     for layer in range(2):
-        weight, slope, change = (tree.layers.first.o.weight[...][layer] for tree in (model, gradient, changes))
+        weight, slope, change = (tree.layers.first.o.weight[...][layer] for tree in (model, gradient, updates))
         expected, state = chain.update(slope, chain.init(weight), weight)
         assert state[0].v_row.shape == (128,)
         np.testing.assert_allclose(change, -expected, rtol=1e-4, atol=1e-8)
 
 
-def test_lion_is_optax(model: T5) -> None:
+def test_lion_equals_optax(model: T5) -> None:
     steps = gradients(model)
     theirs = reference(optax.lion(RATE, weight_decay=0.0), model, steps)
     assert_equal(updated(Optimizer("lion", clip=0.0), model, steps), theirs, tensors(model))
 
 
-def test_muon_is_optax_on_separate_matrices(model: T5) -> None:
-    """optax's own muon with updates as large as Adam's; what is no map between features goes to plain Adam."""
+def test_muon_equals_optax_on_separate_matrices(model: T5) -> None:
+    """optax's muon with updates as large as Adam's; weights that do not map features to features use plain Adam."""
     steps = gradients(model)
     adam = ("shared", "norm", "bias")
     numbers = lambda weights: {  # noqa: E731
@@ -143,12 +143,12 @@ def test_muon_is_optax_on_separate_matrices(model: T5) -> None:
     expected |= {name: tensor for name, tensor in others.items() if any(part in name for part in adam)}
     for name, tensor in expected.items():
         change = np.abs(tensor - start[name]).max()
-        # Newton-Schulz amplifies rounding, and the transposed matrix rounds otherwise.
+        # Newton-Schulz amplifies rounding errors, and the transposed matrix rounds differently.
         np.testing.assert_allclose(ours[name], tensor, rtol=0, atol=2e-3 * change + 1e-7, err_msg=name)
 
 
-def test_clipping(model: T5) -> None:
-    """The norm is of the whole gradient; a short one is left alone."""
+def test_gradient_clipping(model: T5) -> None:
+    """Clipping uses the global norm; a gradient below the limit is unchanged."""
     (gradient,) = gradients(model, 1)
     norm = float(optax.tree.norm(gradient))
     for limit, expected in ((norm / 4, norm / 4), (norm * 4, norm)):
@@ -159,9 +159,9 @@ def test_clipping(model: T5) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_of_another_optimizer_is_refused(name: str) -> None:
+def test_option_of_another_optimizer_is_refused(name: str) -> None:
     for option in {"b1", "b2", "eps", "momentum", "weight_decay"} - set(OPTIONS[name]):
-        with pytest.raises(InputError, match=f"{name} has no {option}"):
+        with pytest.raises(InputError, match=f"{name} has no option {option}"):
             Optimizer(name, **{option: 0.5})
     assert Optimizer(name).resolved().learning_rate == Optimizer(name).peak
 
@@ -170,7 +170,7 @@ def rates(schedule: Schedule, steps: int = 100) -> np.ndarray:
     return np.asarray(jax.vmap(learning_rate(schedule, 2.0, steps))(jnp.arange(steps)))
 
 
-def test_schedules() -> None:
+def test_schedules_at_key_points() -> None:
     np.testing.assert_allclose(
         rates(Schedule("constant", warmup=10))[[0, 4, 9, 50, 99]], [0.2, 1.0, 2, 2, 2], rtol=1e-6
     )
@@ -192,12 +192,12 @@ def test_schedules() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "inverse-sqrt", "warmup": 0}, "must not be 0"),
-        ({"warmup": -1}, "must not be negative"),
-        ({"floor": 2.0}, "shares in 0 … 1"),
+        ({"name": "inverse-sqrt", "warmup": 0}, "must be at least 1"),
+        ({"warmup": -1}, "must be at least 0"),
+        ({"floor": 2.0}, "must be between 0 and 1"),
     ],
 )
-def test_bad_schedules(values: dict, message: str) -> None:
+def test_invalid_schedules_are_refused(values: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Schedule(**values)
     with pytest.raises(InputError, match="less than the 5 steps"):

@@ -1,4 +1,4 @@
-"""Kill it at any moment, run it again: the same numbers, bit for bit."""
+"""A run that is killed at any moment and resumed equals an uninterrupted run, bit for bit."""
 
 import json
 import os
@@ -53,41 +53,41 @@ def command(material: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(material: Path) -> dict[str, Path]:
-    """Each variant without interruption, in one process: most of a short run is the start of its process."""
-    outs = {variant: material / f"whole {number}" for number, variant in enumerate(VARIANTS)}
+def uninterrupted(material: Path) -> dict[str, Path]:
+    """Each variant without interruption, all in one process, because starting a process takes most of the time."""
+    outs = {variant: material / f"uninterrupted {number}" for number, variant in enumerate(VARIANTS)}
     for done in child(*(flags(material, out, *VARIANTS[variant]) for variant, out in outs.items())):
         assert done.code == 0, done.err
     return outs
 
 
 def records(out: Path) -> list[dict]:
-    """What was measured, without what the clock says."""
+    """All records of metrics.jsonl, without timings."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in one.items() if k not in ("tokens_per_second", "mfu")} for one in found]
+    complete = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: v for k, v in record.items() if k not in ("tokens_per_second", "mfu")} for record in complete]
 
 
 def state(out: Path, step: int) -> dict[str, np.ndarray]:
-    """Everything that a checkpoint holds, the optimizer's memory too."""
+    """All arrays of a checkpoint, including the optimizer state."""
     with ocp.CheckpointManager(out / "checkpoints", options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        found = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
-    return {name: np.asarray(array) for name, array in found.items()}
+        arrays = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
+    return {name: np.asarray(array) for name, array in arrays.items()}
 
 
 def kill_after(arguments: list[str], out: Path, step: int, delay: float) -> int:
-    """SIGKILL a little after `step` is recorded; the last step that was."""
+    """Run a command, send SIGKILL `delay` seconds after `step` is recorded, and return the last recorded step."""
     process = subprocess.Popen(arguments)
     try:
-        while process.poll() is None and max((one["step"] for one in records(out)), default=0) < step:
+        while process.poll() is None and max((record["step"] for record in records(out)), default=0) < step:
             time.sleep(0.002)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
+    assert process.returncode == -signal.SIGKILL, "the process ended before it was killed"
     return records(out)[-1]["step"]
 
 
@@ -106,31 +106,31 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_killed_and_run_again_is_uninterrupted(
-    variant: str, material: Path, whole: dict[str, Path], tmp_path: Path
+def test_killed_and_resumed_run_equals_uninterrupted_run(
+    variant: str, material: Path, uninterrupted: dict[str, Path], tmp_path: Path
 ) -> None:
-    pieces = tmp_path / "pieces"
-    draw = random.Random(os.environ.get("FLAXEN_KILL_SEED", variant))  # any seed must do
+    resumed = tmp_path / "resumed"
+    draw = random.Random(os.environ.get("FLAXEN_KILL_SEED", variant))  # must pass with any seed
     kills = []
     for step in sorted(draw.sample(range(1, STEPS - 2), KILLS)):
-        kills.append(kill_after(command(material, pieces, *VARIANTS[variant]), pieces, step, draw.uniform(0, 0.02)))
+        kills.append(kill_after(command(material, resumed, *VARIANTS[variant]), resumed, step, draw.uniform(0, 0.02)))
     assert len(kills) == KILLS
-    subprocess.run(command(material, pieces, *VARIANTS[variant]), check=True)
-    assert_same(whole[variant], pieces)
+    subprocess.run(command(material, resumed, *VARIANTS[variant]), check=True)
+    assert_same(uninterrupted[variant], resumed)
 
 
-def test_sigterm_saves_and_the_next_run_goes_on(material: Path, whole: dict[str, Path], tmp_path: Path) -> None:
-    """It saves at no other time, and the run that it is compared with every few steps: that changes no number."""
-    pieces = tmp_path / "pieces"
+def test_sigterm_saves_and_the_next_run_resumes(material: Path, uninterrupted: dict[str, Path], tmp_path: Path) -> None:
+    """This run saves only on SIGTERM, the uninterrupted one every few steps: saving must not change any number."""
+    resumed = tmp_path / "resumed"
     never = ["--training.save-every", "0"]
-    process = subprocess.Popen(command(material, pieces, *never))
-    while max((one["step"] for one in records(pieces)), default=0) < 5:
+    process = subprocess.Popen(command(material, resumed, *never))
+    while max((record["step"] for record in records(resumed)), default=0) < 5:
         assert process.poll() is None
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 128 + signal.SIGTERM
-    saved = [int(path.name) for path in (pieces / "checkpoints").iterdir() if path.name.isdigit()]
-    assert saved == [records(pieces)[-1]["step"]]
+    saved = [int(path.name) for path in (resumed / "checkpoints").iterdir() if path.name.isdigit()]
+    assert saved == [records(resumed)[-1]["step"]]
     assert saved[0] >= 5
-    subprocess.run(command(material, pieces, *never), check=True)
-    assert_same(whole["plain"], pieces)
+    subprocess.run(command(material, resumed, *never), check=True)
+    assert_same(uninterrupted["plain"], resumed)

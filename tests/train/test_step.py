@@ -1,4 +1,4 @@
-"""Fifty updates from the same weights on the same masks follow torch's, loss by loss."""
+"""Fifty training steps equal torch's, loss by loss, from the same weights on the same batches."""
 
 import dataclasses
 from pathlib import Path
@@ -42,14 +42,14 @@ def task_of(config: Config, text: Path) -> Denoise:
 
 
 def losses(stepper: Stepper, model: object) -> list[float]:
-    state, found = stepper.start(model), []
+    state, values = stepper.start(model), []
     for step in range(STEPS):
         state, report = stepper.update(state, stepper.task.batch(step, stepper.training.batch_size))
-        found.append(float(report.sums.loss / report.sums.weight))
-    return found
+        values.append(float(report.sums.loss / report.sums.weight))
+    return values
 
 
-def test_fifty_steps_are_torchs(byt5: Path, text: Path) -> None:
+def test_fifty_steps_equal_torch(byt5: Path, text: Path) -> None:
     """A random ByT5, AdamW with decay, clipping, accumulation and a linear schedule."""
     pretrained = flaxen.load(byt5)
     task = task_of(pretrained.config, text)
@@ -73,11 +73,11 @@ def test_fifty_steps_are_torchs(byt5: Path, text: Path) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         reference.step()
         theirs.append(loss.item())
-    assert theirs[0] - theirs[-1] > 1.0, "it must have learnt something for the comparison to mean anything"
+    assert theirs[0] - theirs[-1] > 1.0, "the loss must fall for the comparison to be meaningful"
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3)
 
 
-def test_dropout_is_a_function_of_seed_and_step(byt5: Path, text: Path) -> None:
+def test_dropout_depends_only_on_seed_and_step(byt5: Path, text: Path) -> None:
     pretrained = flaxen.load(byt5)
     config = dataclasses.replace(pretrained.config, dropout=0.3)
     model = flaxen.create(config).model
@@ -91,18 +91,18 @@ def test_dropout_is_a_function_of_seed_and_step(byt5: Path, text: Path) -> None:
 
     assert loss(0, 3) == loss(0, 3)
     assert len({loss(0, 3), loss(0, 4), loss(1, 3)}) == 3
-    # A score has no noise at all.
+    # Scoring uses no dropout.
     expected = float(jax.jit(lambda model: model.loss(batch["input_ids"], batch["labels"])[1].loss)(model))
     np.testing.assert_allclose(float(steppers[0].score(model, batch)[0].loss), expected, rtol=1e-6)
 
 
 @pytest.mark.optimised
-def test_programs_of_training_hold_little_at_a_time() -> None:
-    """A Transformer-VQ's gradient over 1,024 tokens: 31 MB of temporaries, 39 as XLA orders it by itself."""
+def test_training_programs_use_less_memory_than_plain_jit() -> None:
+    """Gradient of a Transformer-VQ over 1,024 tokens: 31 MB of temporaries, 39 MB with XLA's default schedule."""
     model = initialise(VQLM(PRESETS["vq-tiny"]), 0)
     ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
     gradient = jax.grad(lambda model, ids: model.loss(ids, ids, learn=True)[0].loss)
     ours, theirs = (
-        how(gradient).lower(model, ids).compile().memory_analysis().temp_size_in_bytes for how in (compiled, jax.jit)
+        jit(gradient).lower(model, ids).compile().memory_analysis().temp_size_in_bytes for jit in (compiled, jax.jit)
     )
     assert ours < 0.85 * theirs

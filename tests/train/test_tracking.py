@@ -1,4 +1,4 @@
-"""Metrics arrive where they were sent."""
+"""Metrics reach TensorBoard, Weights & Biases and Trackio."""
 
 import importlib
 import sys
@@ -17,34 +17,36 @@ CONFIG = {"training": {"steps": 3}}
 
 
 def events(directory: Path) -> list[tuple[int, str, float]]:
-    """The scalars of the event files: records of (length, its checksum, data, its checksum)."""
+    """Read the scalars of event files, whose records are (length, its checksum, data, its checksum)."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found = []
+    scalars = []
     for path in sorted(directory.glob("events.*")):
         rest = path.read_bytes()
         while rest:
             length = int.from_bytes(rest[:8], "little")
             event = Event.FromString(rest[12 : 12 + length])
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            scalars += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
             rest = rest[12 + length + 4 :]
-    return found
+    return scalars
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_event_files_hold_all_metrics(tmp_path: Path) -> None:
     sent = [(step, {"train/loss": 1 / step, "eval/accuracy": 0.5}) for step in (2, 4, 6)]
     (tracker,) = trackers(Tracking(tensorboard=True), tmp_path, CONFIG)
     for step, values in sent:
         tracker.log(values, step)
     tracker.close()
-    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["events"]  # what a run directory may hold
+    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["events"]  # a name that run directories allow
     assert events(tmp_path) == [
         (step, tag, np.float32(value)) for step, values in sent for tag, value in values.items()
     ]
 
 
 @pytest.mark.parametrize("service", ["wandb", "trackio"])
-def test_services(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_are_called_with_project_and_run_name(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, Any, dict[str, Any]]] = []
     names = ("init", "log", "finish")
     stub = SimpleNamespace(**{name: lambda *a, _name=name, **k: calls.append((_name, a, k)) for name in names})
@@ -55,30 +57,30 @@ def test_services(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tracker.log({"train/loss": 2.0}, 5)
     tracker.close()
     assert [name for name, *_ in calls] == ["init", "log", "finish"]
-    begun = calls[0][2]
-    assert begun | {"project": "a project", "name": "run 7", "config": CONFIG, "resume": "allow"} == begun
-    if service == "wandb":  # which would make a new run of the same name, and write to the working directory
-        assert (begun["id"], begun["dir"]) == ("run 7", str(tmp_path))
+    started = calls[0][2]
+    assert started | {"project": "a project", "name": "run 7", "config": CONFIG, "resume": "allow"} == started
+    if service == "wandb":  # by default it would start a new run of the same name, and write to the working directory
+        assert (started["id"], started["dir"]) == ("run 7", str(tmp_path))
     assert calls[1:] == [("log", ({"train/loss": 2.0},), {"step": 5}), ("finish", (), {})]
 
 
-def test_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **k: begun.append(k)))  # type: ignore[arg-type]
-    trackers(Tracking(trackio="p", name="mine"), tmp_path, CONFIG)
-    assert begun[0]["name"] == "mine"
+def test_run_name_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **k: started.append(k)))  # type: ignore[arg-type]
+    trackers(Tracking(trackio="p", name="custom"), tmp_path, CONFIG)
+    assert started[0]["name"] == "custom"
 
 
 @pytest.mark.parametrize(
     ("tracking", "message"),
     [
-        (Tracking(tensorboard=True), r"tensorboardX is not installed: pip install 'flaxen\[tensorboard\]'"),
-        (Tracking(wandb="p"), "wandb is not installed: pip install 'wandb', or leave its flag out"),
-        (Tracking(trackio="p"), "trackio is not installed: pip install 'trackio'"),
+        (Tracking(tensorboard=True), r"requires tensorboardX; install it with: pip install 'flaxen\[tensorboard\]'"),
+        (Tracking(wandb="p"), "wandb requires wandb; install it with: pip install 'wandb', or remove the flag"),
+        (Tracking(trackio="p"), "trackio requires trackio; install it with: pip install 'trackio'"),
     ],
     ids=["tensorboard", "wandb", "trackio"],
 )
-def test_what_is_not_installed(
+def test_missing_package_is_an_input_error(
     tracking: Tracking, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> None:
@@ -91,6 +93,6 @@ def test_what_is_not_installed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_none_is_asked_for(tmp_path: Path) -> None:
+def test_no_trackers_by_default(tmp_path: Path) -> None:
     check(Tracking())
     assert trackers(Tracking(), tmp_path, CONFIG) == []

@@ -1,4 +1,4 @@
-"""How near captions come to what several people wrote: CIDEr and BLEU as COCO evaluates them, ROUGE, exact match."""
+"""Caption metrics against several references: CIDEr and BLEU as in COCO's evaluation, ROUGE, exact match."""
 
 import math
 import re
@@ -11,13 +11,14 @@ import numpy as np
 from flaxen.errors import InputError
 
 NAMES = ("cider", "bleu1", "bleu2", "bleu3", "bleu4", "rouge1", "rouge2", "rougeL", "exact_match")
-ORDER, SIGMA = 4, 6.0
+ORDER, SIGMA = 4, 6.0  # longest n-gram; width of CIDEr-D's length penalty
 
+# Where to split contractions, as the Penn Treebank does: is|n't, dog|'s, can|not, gon|na.
 SEAM = re.compile(
     r"(?<=\w)(?=(?:n't|'(?:[smd]|re|ve|ll))\b)|(?<=\bcan)(?=not\b)|(?<=\b(?:gon|wan))(?=na\b)|(?<=\bgot)(?=ta\b)"
 )
 WORD = re.compile(
-    r"n't\b|'(?:[smd]|re|ve|ll)\b"  # what a seam has cut off
+    r"n't\b|'(?:[smd]|re|ve|ll)\b"  # split off by SEAM
     r"|(?:[^\W\d_]\.)+[^\W\d_]\b\.?"  # u.s., p.m.
     r"|(?:\d+[.,:](?=\d))*\w+(?:[-'/&]\w+)*"  # 1,000, black-and-white, o'clock
     r"|[&%$#@+*=/]"
@@ -28,72 +29,78 @@ Gram = tuple[str, ...]
 
 
 def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[dict[str, float], list[float]]:
-    """All of NAMES, and the CIDEr of each item. All but CIDEr are from 0 to 100; no prediction scores 0.
+    """Compute all metrics in NAMES, and the CIDEr of each item. CIDEr is from 0 to 10, the others are from 0 to 100.
 
-    BLEU and CIDEr take the items together; ROUGE is the mean over items of the nearest reference's. CIDEr counts what
-    sets an item apart from the others, so that a single item has 0, be it right or wrong.
+    An empty prediction scores 0. BLEU is computed over the whole corpus; ROUGE is the mean over items of the best
+    reference. CIDEr weights n-grams by how rare they are among the items, so a single item always scores 0.
     """
     check(predictions, references)
-    if any(isinstance(several, str) for several in references):
-        raise ValueError("references are several to a prediction, each item a list of texts; got a text as an item")
+    if any(isinstance(item_references, str) for item_references in references):
+        raise ValueError("references must be lists of texts, one list per prediction, got a text as an item")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise InputError("scoring captions needs rouge-score; pip install 'flaxen[metrics]'") from None
+        raise InputError(
+            "scoring captions requires rouge-score; install it with: pip install 'flaxen[metrics]'"
+        ) from None
 
     scorer = RougeScorer(list(NAMES[5:8]), use_stemmer=True)
     totals = dict.fromkeys(NAMES[5:], 0.0)
-    ours, theirs = [words(text) for text in predictions], [[words(text) for text in several] for several in references]
+    predicted = [words(text) for text in predictions]
+    expected = [[words(text) for text in item_references] for item_references in references]
     for i, prediction in enumerate(predictions):
         for name, value in scorer.score_multi(references[i], prediction).items():
             totals[name] += value.fmeasure
-        totals["exact_match"] += ours[i] in theirs[i]
-    mean, each = cider(ours, theirs)
-    bleus = {name: 100 * value for name, value in zip(NAMES[1:5], bleu(ours, theirs))}
+        totals["exact_match"] += predicted[i] in expected[i]
+    mean, each = cider(predicted, expected)
+    bleus = {name: 100 * value for name, value in zip(NAMES[1:5], bleu(predicted, expected))}
     means = {name: 100 * total / max(1, len(predictions)) for name, total in totals.items()}
     return {"cider": mean} | bleus | means, each
 
 
 def words(text: str) -> Words:
-    """In lower case, cut as the Penn Treebank does (do n't, dog 's, t-shirt), without punctuation."""
+    """Split a text into lower-case words as the Penn Treebank does (do n't, dog 's, t-shirt), without punctuation."""
     return WORD.findall(SEAM.sub(" ", text.lower().replace("’", "'")))
 
 
 def bleu(predictions: Sequence[Words], references: Sequence[Sequence[Words]]) -> tuple[float, float, float, float]:
-    """BLEU-1 to BLEU-4 of all items together, from 0 to 1. The reference nearest in length sets the wanted length."""
+    """Compute BLEU-1 to BLEU-4 over the whole corpus, from 0 to 1, with the closest reference length of each item."""
     check(predictions, references)
-    found, tried, length, wanted = np.zeros(ORDER), np.zeros(ORDER), 0, 0
-    for prediction, several in zip(predictions, references):
+    matched, total, length, reference_length = np.zeros(ORDER), np.zeros(ORDER), 0, 0
+    for prediction, item_references in zip(predictions, references):
+        # An n-gram counts at most as often as in the reference that has it most often.
         most: Counter[Gram] = Counter()
-        for reference in several:
+        for reference in item_references:
             most |= Counter(grams(reference))
         for gram, count in (Counter(grams(prediction)) & most).items():
-            found[len(gram) - 1] += count
-        tried += np.maximum(len(prediction) - np.arange(ORDER), 0)
+            matched[len(gram) - 1] += count
+        total += np.maximum(len(prediction) - np.arange(ORDER), 0)
         length += len(prediction)
-        wanted += min(map(len, several), key=lambda n: (abs(n - len(prediction)), n))
-    # COCO's constants against division by zero: they show when all predictions are shorter than n words.
-    precision = np.cumprod((found + 1e-15) / (tried + 1e-9)) ** (1 / np.arange(1, ORDER + 1))
-    brevity = math.exp(min(0.0, 1 - (wanted + 1e-9) / (length + 1e-15)))
+        reference_length += min(map(len, item_references), key=lambda n: (abs(n - len(prediction)), n))
+    # COCO's constants against division by zero; they matter if all predictions are shorter than n words.
+    precision = np.cumprod((matched + 1e-15) / (total + 1e-9)) ** (1 / np.arange(1, ORDER + 1))
+    brevity = math.exp(min(0.0, 1 - (reference_length + 1e-9) / (length + 1e-15)))
     one, two, three, four = (float(value) for value in precision * brevity)
     return one, two, three, four
 
 
 def cider(predictions: Sequence[Words], references: Sequence[Sequence[Words]]) -> tuple[float, list[float]]:
-    """The mean and each item's CIDEr-D, from 0 to 10.
+    """Compute the mean CIDEr-D and that of each item, from 0 to 10.
 
-    A run of words weighs more the fewer items have it in their references; what all have, as with one item, weighs 0.
+    The fewer items have an n-gram in their references, the higher its weight (IDF). An n-gram of all items has weight
+    0, and so does every n-gram if there is only one item.
     """
     check(predictions, references)
     if not predictions:
         return 0.0, []
-    items: Counter[Gram] = Counter()
-    for several in references:
-        items.update({gram for reference in several for gram in grams(reference)})
+    items: Counter[Gram] = Counter()  # number of items whose references have the n-gram
+    for item_references in references:
+        items.update({gram for reference in item_references for gram in grams(reference)})
     unseen = math.log(len(references))
     weights = {gram: unseen - math.log(count) for gram, count in items.items()}
 
     def weigh(caption: Words) -> tuple[dict[Gram, float], list[float]]:
+        """Return the TF-IDF vector of a caption, and its norm for each n-gram length."""
         vector, squares = {}, [0.0] * ORDER
         for gram, count in Counter(grams(caption)).items():
             vector[gram] = value = count * weights.get(gram, unseen)
@@ -101,29 +108,34 @@ def cider(predictions: Sequence[Words], references: Sequence[Sequence[Words]]) -
         return vector, [math.sqrt(square) for square in squares]
 
     each = []
-    for prediction, several in zip(predictions, references):
+    for prediction, item_references in zip(predictions, references):
         vector, norms = weigh(prediction)
         total = 0.0
-        for reference in several:
-            wanted, wanted_norms = weigh(reference)
+        for reference in item_references:
+            expected, expected_norms = weigh(reference)
             products = [0.0] * ORDER
-            for gram in vector.keys() & wanted.keys():
-                products[len(gram) - 1] += min(vector[gram], wanted[gram]) * wanted[gram]
-            cosines = (dot / (a * b) for dot, a, b in zip(products, norms, wanted_norms) if dot)
+            for gram in vector.keys() & expected.keys():
+                # Clipped, so that repeating an n-gram does not raise the score.
+                products[len(gram) - 1] += min(vector[gram], expected[gram]) * expected[gram]
+            cosines = (dot / (a * b) for dot, a, b in zip(products, norms, expected_norms) if dot)
+            # Gaussian penalty for a difference in length.
             total += sum(cosines) * math.exp(-((len(prediction) - len(reference)) ** 2) / (2 * SIGMA**2))
-        each.append(10 * total / ORDER / len(several))
+        each.append(10 * total / ORDER / len(item_references))
     return sum(each) / len(each), each
 
 
 def grams(caption: Words) -> Iterator[Gram]:
-    """All runs of one to four words."""
+    """Iterate over all n-grams of one to four words."""
     return chain.from_iterable(zip(*(caption[i:] for i in range(n))) for n in range(1, ORDER + 1))
 
 
 def check(predictions: Sequence[object], references: Sequence[Sequence[object]]) -> None:
-    """A prediction for each list of references, and no list empty."""
+    """Raise a ValueError unless there is a non-empty list of references for each prediction."""
     if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions for {len(references)} lists of references")
+        raise ValueError(
+            "expected a list of references per prediction, "
+            f"got {len(predictions)} predictions for {len(references)} lists"
+        )
     if not all(references):
-        empty = [len(several) for several in references].index(0)
-        raise ValueError(f"item {empty} has no reference to compare with; give one, or leave the item out")
+        empty = [len(item_references) for item_references in references].index(0)
+        raise ValueError(f"item {empty} has no reference; add one or remove the item")

@@ -1,4 +1,4 @@
-"""How near generated texts come to the wanted ones: ROUGE, BLEU, chrF, exact match."""
+"""Metrics of generated texts against one reference each: ROUGE, BLEU, chrF, exact match."""
 
 import re
 from collections.abc import Sequence
@@ -10,36 +10,40 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """All of NAMES, from 0 to 100: means over the pairs, BLEU and chrF over all of them together."""
+    """Compute all metrics in NAMES, from 0 to 100: BLEU and chrF over the corpus, the others as means over pairs."""
     if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions for {len(references)} references")
+        raise ValueError(
+            f"expected a reference per prediction, got {len(predictions)} predictions for {len(references)} references"
+        )
     if not predictions:
         return {}
     try:
         import sacrebleu
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise InputError("scoring texts needs rouge-score and sacrebleu; pip install 'flaxen[metrics]'") from None
+        raise InputError(
+            "scoring texts requires rouge-score and sacrebleu; install them with: pip install 'flaxen[metrics]'"
+        ) from None
 
     scorer = RougeScorer(list(NAMES[:4]), use_stemmer=True)
     totals = dict.fromkeys(NAMES[:4], 0.0)
     for prediction, reference in zip(predictions, references):
         for name, value in scorer.score(sentences(reference), sentences(prediction)).items():
             totals[name] += value.fmeasure
-    same = sum(one.strip() == other.strip() for one, other in zip(predictions, references))
+    exact = sum(prediction.strip() == reference.strip() for prediction, reference in zip(predictions, references))
     means = {name: 100 * total / len(references) for name, total in totals.items()}
     return means | {
         "bleu": sacrebleu.corpus_bleu(list(predictions), [list(references)]).score,
         "chrf": sacrebleu.corpus_chrf(list(predictions), [list(references)]).score,
-        "exact_match": 100 * same / len(references),
+        "exact_match": 100 * exact / len(references),
     }
 
 
 def sentences(text: str) -> str:
-    """One to a line, as rougeLsum wants them."""
+    """Put each sentence on its own line, as rougeLsum expects."""
     return "\n".join(SENTENCE_END.split(text.strip()))
 
 
 def lead(text: str, n: int = 3) -> str:
-    """The first sentences: a summary that takes no model."""
+    """Return the first `n` sentences: a baseline summary without a model."""
     return " ".join(SENTENCE_END.split(text.strip())[:n])

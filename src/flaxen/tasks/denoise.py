@@ -1,4 +1,4 @@
-"""Span corruption: the model reads a text with holes and writes what was in them. So T5 is pre-trained."""
+"""Span corruption: the model reads a text with masked spans and generates the masked tokens. T5's pre-training task."""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from flaxen.nn.loss import Sums
 from flaxen.tasks.objective import DenoiseObjective
 from flaxen.tasks.task import Batch, ModelFamily, Setup, Task
 
-EVALUATION = 2**62  # where the noise of validation examples begins: far from any training step
+EVALUATION = 2**62  # step number of the validation noise, larger than any training step
 
 
 class Denoise(Task):
-    """A row of raw tokens, cut from the documents laid end to end, is an example."""
+    """Span corruption. An example is a row of tokens cut from the concatenated documents."""
 
     def __init__(
         self,
@@ -32,28 +32,30 @@ class Denoise(Task):
         validation: Tokens,
         seed: int,
     ):
-        # ByT5's spans are longer because bytes are shorter.
+        # ByT5 masks longer spans, because a byte is shorter than a token.
         mean_span = objective.mean_span or (20.0 if isinstance(tokenizer, ByteTokenizer) else 3.0)
         self.lengths = lengths(objective.input_length, objective.noise_density, mean_span)
         self.config, self.tokenizer, self.objective, self.seed = config, tokenizer, objective, seed
         if not tokenizer.sentinels:
             raise InputError(
-                "the tokenizer has no sentinels (<extra_id_0>, <extra_id_1>, …), which stand for the holes in the "
-                "text; take a T5 tokenizer, or make one with `flaxen vocab`"
+                "the tokenizer has no sentinels (<extra_id_0>, <extra_id_1>, …), which replace the masked spans; "
+                "use a T5 tokenizer or train one with `flaxen vocab`"
             )
         if self.lengths.spans > len(tokenizer.sentinels):
             raise InputError(
-                f"inputs of {objective.input_length} tokens have {self.lengths.spans} holes and the tokenizer only "
-                f"{len(tokenizer.sentinels)} sentinels; lower objective.input_length or raise objective.mean_span"
+                f"inputs of {objective.input_length} tokens have {self.lengths.spans} masked spans, but the tokenizer "
+                f"has only {len(tokenizer.sentinels)} sentinels; lower objective.input_length "
+                "or raise objective.mean_span"
             )
         self.examples, self.validation_examples = len(train) // self.lengths.raw, len(validation) // self.lengths.raw
         if not self.examples:
             raise InputError(
                 f"the training text has {len(train):,} tokens, fewer than the {self.lengths.raw} of one example; "
-                "add text, or lower objective.input_length"
+                "add text or lower objective.input_length"
             )
         self._train, self._validation = train, validation
         self.tokens = self.lengths.inputs + self.lengths.targets
+        # The backward pass takes twice the operations of the forward pass.
         self.flops = 3 * family.flops(config, self.lengths.inputs, self.lengths.targets)
 
     @classmethod
@@ -66,13 +68,13 @@ class Denoise(Task):
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
         first, last, _ = rows.indices(size)
         numbers = examples(step, (first, last - first), size, self.examples, self.seed)
-        return self._corrupted(self._train, numbers, (self.seed, step), first)
+        return self._corrupt(self._train, numbers, (self.seed, step), first)
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
-        """The same holes every time: two evaluations differ only by the model."""
+        """Iterate over the validation examples. Their masked spans never change, so that evaluations are comparable."""
         n = min(self.validation_examples, limit or self.validation_examples)
         for first in range(0, n, size):
-            batch = self._corrupted(
+            batch = self._corrupt(
                 self._validation, np.arange(first, min(first + size, n)), (self.seed, EVALUATION), first
             )
             fill = size - len(batch["labels"])
@@ -82,7 +84,7 @@ class Denoise(Task):
             }
 
     def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
-        # The z-loss is a part of what is trained, not of what is measured.
+        # The z-loss is part of the training loss only; evaluation reports the plain cross-entropy.
         z_loss = self.objective.z_loss if key is not None else 0.0
         return model.loss(batch["input_ids"], batch["labels"], z_loss=z_loss, key=key)[1], None
 
@@ -99,15 +101,15 @@ class Denoise(Task):
         n = self.lengths
         return [
             f"{self.examples:,} training and {self.validation_examples:,} validation examples of {n.raw} tokens; each "
-            f"has {n.noise} tokens in {n.spans} hole(s): {n.inputs} tokens in, {n.targets} out"
+            f"has {n.noise} tokens in {n.spans} masked span(s): {n.inputs} input tokens, {n.targets} target tokens"
         ]
 
     def format_example(self, batch: Batch, row: int) -> dict[str, str]:
-        """An example as text: the original, what the model reads, what it shall write."""
+        """Format an example as text: the original, the model's input and its target."""
         inputs, labels = batch["input_ids"][row], batch["labels"][row]
         raw = restore(inputs, labels, self.tokenizer.sentinels, self.tokenizer.eos_id)
         text = self.tokenizer.decode(raw.tolist())
-        return {"text": text, "reads": self._spelled(inputs), "writes": self._spelled(labels)}
+        return {"text": text, "input": self._decode_spans(inputs), "target": self._decode_spans(labels)}
 
     def vocabulary(self) -> str:
         first = ", ".join(map(str, self.tokenizer.sentinels[:3]))
@@ -120,8 +122,8 @@ class Denoise(Task):
         n = min(self.validation_examples, limit or self.validation_examples)
         return f"{n:,} examples, {n * self.lengths.targets:,} target tokens"
 
-    def _spelled(self, ids: np.ndarray) -> str:
-        """Text with its holes numbered, whatever ids they have (ByT5's are bytes that no text has)."""
+    def _decode_spans(self, ids: np.ndarray) -> str:
+        """Decode with the sentinels shown as ‹0›, ‹1›, …: ByT5's, for example, are bytes that occur in no text."""
         text, number, sentinels = "", 0, self.tokenizer.sentinels
         piece: list[int] = []
         for id in ids.tolist():
@@ -131,7 +133,8 @@ class Denoise(Task):
                 piece.append(id)
         return text + self.tokenizer.decode(piece)
 
-    def _corrupted(self, tokens: Tokens, numbers: np.ndarray, key: tuple[int, int], first_row: int) -> Batch:
+    def _corrupt(self, tokens: Tokens, numbers: np.ndarray, key: tuple[int, int], first_row: int) -> Batch:
+        """Mask spans in the examples with these numbers. The noise of a row depends on `key` and its row number."""
         raw = tokens.rows(numbers * self.lengths.raw, self.lengths.raw)
         inputs, labels = corrupt(raw, self.lengths, self.tokenizer.sentinels, self.tokenizer.eos_id, key, first_row)
         return {"input_ids": inputs, "labels": labels}

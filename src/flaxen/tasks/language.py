@@ -1,6 +1,6 @@
-"""Language modelling: predict the next token of a long row of text, bytes or pixels, with what came before in mind.
+"""Language modelling: predict the next token of a long sequence of text, bytes or pixels, with memory across chunks.
 
-The task knows no model. What it asks of an architecture is `LanguageModel`, which a module of flaxen.models provides.
+The task is independent of the model: it needs a `LanguageModel`, which modules of flaxen.models implement.
 """
 
 import math
@@ -25,7 +25,7 @@ from flaxen.tasks.task import Batch, Setup, Task
 
 @runtime_checkable
 class LanguageConfig(Protocol):
-    """What the task reads of a model's configuration."""
+    """The fields of a model's configuration that the task reads."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -33,7 +33,7 @@ class LanguageConfig(Protocol):
     def pad_id(self) -> int: ...
     @property
     def start_id(self) -> int:
-        """What stands before the first token of a sequence."""
+        """Id of the input token before the first token of a sequence."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -41,27 +41,31 @@ class LanguageConfig(Protocol):
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What the task knows of an architecture: functions of its configuration or of a model. A module with these names
-    will do, such as flaxen.models.vq_language or flaxen.models.gpt2_language."""
+    """What the task needs from an architecture: functions of its configuration or of a model.
+
+    Modules with these names implement it: flaxen.models.vq_language and flaxen.models.gpt2_language.
+    """
 
     def adapt_config(self, config: Any, objective: LanguageObjective, image: tuple[int, ...], training: bool) -> Any:
-        """The configuration for data of this kind; `image` is the shape of its images, () for text and bytes.
-        ValueError if a model cannot be trained on it."""
+        """Adapt the configuration to the data; `image` is the shape of its images, () for text and bytes.
+
+        Raises a ValueError if the model cannot be trained on such data.
+        """
 
     def check(self, config: Any, objective: LanguageObjective) -> None:
-        """ValueError if a model with this configuration cannot be trained or evaluated so."""
+        """Raise a ValueError if this configuration cannot be trained or evaluated with the objective."""
 
     def notes(self, config: Any) -> list[str]:
-        """What a user should know of the model before a run."""
+        """Facts about the model to print before a run."""
 
     def flops(self, config: Any, length: int) -> float:
         """Floating-point operations of the matmuls in the forward pass of one sequence."""
 
     def has_codebooks(self, config: Any) -> bool:
-        """Whether settings of codebooks mean anything."""
+        """Whether the model has codebooks, so that their settings have an effect."""
 
     def initial_carry(self, config: Any, rows: int) -> Any:
-        """What is carried from chunk to chunk of a sequence, before the first; None if nothing is. Rows first."""
+        """Return the initial carry: the memory passed from chunk to chunk of a sequence, rows first; or None."""
 
     def language_loss(
         self,
@@ -73,15 +77,17 @@ class LanguageModel(Protocol):
         key: Array | None,
         objective: LanguageObjective,
     ) -> tuple[Sums, Any]:
-        """Sums over labels that are not negative, and what is carried to the next chunk. Rows that are `fresh` begin
-        from nothing. With a key there is noise, and the sums have the gradients to train with."""
+        """Return the loss sums over non-negative labels, and the carry for the next chunk.
+
+        Rows that are `fresh` start with empty memory. With a `key` there is noise, and the sums are those to train on.
+        """
 
     def prepare(self, model: Any, inputs: Int[Array, "B T"], key: Array, objective: LanguageObjective) -> Any:
-        """The model that training starts from, given some of the data."""
+        """Return the model to start training from, e.g. with codebooks initialised from some of the data."""
 
 
 class Language(Task):
-    """A sequence is trained on in chunks, one update for each; an example is a chunk."""
+    """Language modelling. Each sequence is trained on in chunks, one training step per chunk; an example is a chunk."""
 
     def __init__(
         self,
@@ -99,8 +105,8 @@ class Language(Task):
             raise InputError(str(error)) from None
         if data.shape and objective.length % math.prod(data.shape):
             raise InputError(
-                f"objective.length={objective.length} must be a multiple of the {math.prod(data.shape)} numbers of a "
-                f"picture of shape {data.shape}"
+                f"objective.length={objective.length} must be a multiple of {math.prod(data.shape)}, the number "
+                f"of values of an image of shape {data.shape}"
             )
         self.architecture, self.objective, self.tokenizer, self.data = architecture, objective, tokenizer, data
         self.config: Any = config
@@ -122,8 +128,8 @@ class Language(Task):
         opened = open_streams(data, setup.tokenizer)
         if data.kind != "text" and not isinstance(setup.tokenizer, ByteTokenizer):
             raise InputError(
-                f"data.kind {data.kind} reads bytes as they are, and this model's tokens are a vocabulary's; leave "
-                "--model.tokenizer out, or read the files with --data.kind text"
+                f"data.kind {data.kind} reads raw bytes, but this model has a tokenizer with a vocabulary; remove "
+                "--model.tokenizer, or use --data.kind text"
             )
         try:
             config = architecture.adapt_config(setup.config, objective, opened.shape, training)
@@ -135,37 +141,42 @@ class Language(Task):
         return super().describe_evaluated(limit, skipped).replace("examples", "sequences")
 
     def _check_ids(self, name: str, stream: Stream) -> None:
+        """Raise an InputError if token ids at the start or end of the data are outside the model's vocabulary."""
         if name == "train" and not len(stream):
-            raise InputError("there is nothing to train on: the training data is empty")
+            raise InputError("the training data is empty; add files with --data.train")
         if not len(stream):
             return
         n = min(len(stream), 1 << 16)
-        largest = max(int(stream.rows(np.array([at]), n).max()) for at in (0, len(stream) - n))
+        largest = max(int(stream.rows(np.array([start]), n).max()) for start in (0, len(stream) - n))
         if largest >= self.config.vocab_size:
             raise InputError(
-                f"the {name} data holds id {largest} and the model's vocabulary ends at {self.config.vocab_size - 1}; "
-                "they do not fit"
+                f"the {name} data contains token id {largest}, but the model's last is {self.config.vocab_size - 1}; "
+                "the tokenizer does not match the model"
             )
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
         first, last, _ = rows.indices(size)
+        # Consecutive steps read consecutive chunks of the same sequences.
         number, chunk = divmod(step, self.chunks)
-        chosen = examples(number, (first, last - first), size, self.sequences, self.seed)
-        return self._chunk(self.train, chosen * self.objective.length, chunk)
+        sequences = examples(number, (first, last - first), size, self.sequences, self.seed)
+        return self._chunk(self.train, sequences * self.objective.length, chunk)
 
     def _chunk(self, stream: Stream, starts: np.ndarray, chunk: int, fresh: bool | None = None) -> Batch:
-        """Chunk number `chunk` of the sequences that start there. `fresh` overrides that the first one begins anew."""
+        """Return one chunk of the sequences at these starts. By default, only the first chunk has empty memory."""
         c, length = self.config, self.objective.chunk
         at = starts + chunk * length
         fresh = chunk == 0 if fresh is None else fresh
         inner = np.full(len(at), not fresh)
         inputs, targets = pieces(stream, at, inner, length, c.start_id, c.pad_id)
-        # By place and not by id: where a vocabulary pads with its end token, that token is a label like any other.
+        # Padding is recognised by position, not by id: some vocabularies pad with the end token, a valid label.
         labels = np.where(at[:, None] + np.arange(length) >= len(stream), -1, targets)
         return {"inputs": inputs, "labels": labels, "fresh": ~inner}
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Sequences in order, each from nothing; or all as one text for each row of the batch."""
+        """Iterate over the sequences in order, each with empty memory at first.
+
+        With `objective.continued`, each row of the batch reads its own contiguous part of the data as one text.
+        """
         n = min(self.validation_examples, limit or self.validation_examples)
         length = self.objective.length
         if self.objective.continued:
@@ -204,7 +215,7 @@ class Language(Task):
 
     @cached_property
     def measure(self) -> TextSize:
-        """Of what is evaluated on; if there is nothing, of what is trained on."""
+        """Size of the evaluated text in tokens, words and bytes; of the training text if there is no other."""
         return (self.held if len(self.held) else self.train).measured()
 
     @property
@@ -212,7 +223,7 @@ class Language(Task):
         return {"training_data": self.train.identity, "validation_data": self.held.identity}
 
     def notes(self, size: int) -> list[str]:
-        kind = f"{self.objective.length:,} tokens, {self.chunks} update(s) of {self.objective.chunk:,}"
+        kind = f"{self.objective.length:,} tokens, {self.chunks} training step(s) of {self.objective.chunk:,}"
         return [
             f"{self.sequences:,} training and {self.validation_examples:,} {self.split} sequences of {kind} each",
             *self.architecture.notes(self.config),
@@ -225,9 +236,9 @@ class Language(Task):
         inputs, labels = batch["inputs"][row], batch["labels"][row]
         if self.data.shape:
             numbers = " ".join(map(str, inputs[1:33].tolist()))
-            return {"reads": f"{len(inputs):,} pixels of shape {self.data.shape}: {numbers} …"}
+            return {"input": f"{len(inputs):,} pixels of shape {self.data.shape}: {numbers} …"}
         text = self.tokenizer.decode(np.maximum(labels, 0).tolist())
-        return {"reads": self.tokenizer.decode(inputs.tolist()), "writes": text}
+        return {"input": self.tokenizer.decode(inputs.tolist()), "target": text}
 
     def prepare_model(self, model: Any) -> Any:
         inputs = jnp.asarray(self.batch(0, min(8, self.sequences))["inputs"])

@@ -1,4 +1,4 @@
-"""What tasks can be told."""
+"""Objectives: settings of each task's loss (lengths, span corruption, label smoothing, z-loss) and its evaluation."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,69 +9,73 @@ from flaxen.generate.options import Options, make_options
 
 @dataclass(frozen=True)
 class DenoiseObjective:
-    """Span corruption. Lengths of examples and targets follow from `input_length`."""
+    """Span corruption, the pre-training objective of T5. Target lengths follow from the input length."""
 
     input_length: int = 512
-    """Tokens that the model reads; ByT5 uses 1024."""
+    """Number of input tokens per example; ByT5 uses 1024."""
     noise_density: float = 0.15
-    """Share of the text that is cut out."""
+    """Fraction of the tokens that is masked, 0 to 1."""
     mean_span: float | None = None
-    """Mean length of what is cut out at one place. Default 3 tokens; 20 bytes for ByT5."""
+    """Mean length of a masked span. Default: 3 tokens; 20 bytes for ByT5."""
     z_loss: float = 0.0
-    """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
+    """Weight of the z-loss log²(Z), which keeps the logits from drifting; 1e-4 is common with bfloat16."""
 
 
 @dataclass(frozen=True)
 class Seq2SeqObjective:
-    """Learning to write the target of each source."""
+    """Sequence-to-sequence training: generate the target of each source."""
 
     source_length: int = 512
-    """Most tokens that the model reads; a longer source is cut."""
+    """Maximum number of tokens of a source, including its end token."""
     target_length: int = 128
-    """Most tokens that it writes; a longer target is cut."""
+    """Maximum number of tokens of a target, including its end token."""
     long: Literal["truncate", "error"] = "truncate"
-    """Pairs beyond these limits: cut them and say how many, or refuse them."""
+    """Pairs longer than source_length or target_length: truncate them and report how many, or stop with an error."""
     batching: Literal["grouped", "packed"] = "grouped"
-    """Pairs of like lengths together; or several pairs to a row of source_length, blind to each other. A batch then
-    has training.batch_size rows, each with several pairs."""
+    """How batches are formed.
+    grouped: pairs of similar length share a batch.
+    packed: each of the training.batch_size rows holds several pairs that do not attend to each other."""
     shapes: int = 4
-    """Lengths of sources to pad to when grouped (and half as many of targets): each shape is compiled once."""
+    """Number of source lengths to pad to when grouped, and half as many target lengths; each shape compiles once."""
     label_smoothing: float = 0.0
-    """Share of the probability that is wanted for all tokens alike instead of the label."""
+    """Label smoothing: probability mass spread over all tokens, at least 0 and below 1."""
     z_loss: float = 0.0
-    """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
+    """Weight of the z-loss log²(Z), which keeps the logits from drifting; 1e-4 is common with bfloat16."""
 
     def __post_init__(self) -> None:
         if self.source_length < 2 or self.target_length < 2 or self.shapes < 1:
             lengths = f"{self.source_length}, {self.target_length} and {self.shapes}"
-            raise InputError(f"source_length and target_length must be at least 2 and shapes 1, got {lengths}")
+            raise InputError(
+                f"objective.source_length and target_length must be at least 2, and shapes at least 1, got {lengths}"
+            )
         if not 0 <= self.label_smoothing < 1 or self.z_loss < 0:
             raise InputError(
-                f"smoothing is a share below 1 and z_loss not negative, got {self.label_smoothing}, {self.z_loss}"
+                "objective.label_smoothing must be at least 0 and below 1, and objective.z_loss at least 0, "
+                f"got {self.label_smoothing} and {self.z_loss}"
             )
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest output."""
+        """Maximum number of tokens of an output."""
         return self.target_length
 
 
 @dataclass(frozen=True)
 class EvalGeneration:
-    """What the model writes for validation sources at each evaluation, to be scored and read."""
+    """Text generation at each evaluation: its outputs are scored and saved."""
 
     examples: int = 100
-    """Write for so many validation pairs, the first ones; 0 measures the loss alone."""
+    """Number of validation examples to generate for, taken from the start; 0 evaluates the loss only."""
     batch_size: int = 16
-    """Sources computed together."""
+    """Number of examples generated together."""
     num_beams: int = 1
-    """Beams of beam search; 1 is greedy search."""
+    """Number of beams of beam search; 1 is greedy search."""
     length_penalty: float = 1.0
-    """Beam scores are sums of log-probabilities over length ** this."""
+    """Length penalty of beam search: a beam's log-probability is divided by its length to this power."""
     no_repeat_ngram_size: int = 0
-    """Write no sequence of so many tokens twice; 0 turns it off."""
+    """Never generate the same n-gram of this many tokens twice; 0 disables the check."""
     max_new_tokens: int | None = None
-    """Default: the longest target, objective.target_length or objective.length."""
+    """Maximum number of generated tokens. Default: objective.target_length or objective.length."""
 
     def __post_init__(self) -> None:
         if self.examples < 0 or self.batch_size < 1:
@@ -81,7 +85,7 @@ class EvalGeneration:
             )
 
     def options(self, longest: int) -> Options:
-        """Of generation."""
+        """Generation options for outputs of at most `longest` tokens."""
         given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens or longest, "num_beams": self.num_beams}
         if self.num_beams > 1:
             given["length_penalty"] = self.length_penalty
@@ -92,58 +96,63 @@ class EvalGeneration:
 
 @dataclass(frozen=True)
 class LanguageObjective:
-    """Predicting what comes next."""
+    """Language modelling: predict the next token."""
 
     length: int = 2048
-    """Tokens of a sequence: what is remembered is forgotten behind it. For pictures, all numbers of one."""
+    """Sequence length in tokens; the model's memory is reset after each sequence.
+    For images, a multiple of the number of values of one image."""
     update: int | None = None
-    """Tokens of an update: a sequence is trained on in so many at a time. Default: the whole sequence."""
+    """Number of tokens per training step, a divisor of length; memory carries over between the steps of a sequence.
+    Default: the whole sequence."""
     commit: float = 1e-4
-    """Weight of the distance of keys to their codes."""
+    """Weight of the commitment loss, the distance between keys and their codes (Transformer-VQ only)."""
     normalise: Literal["tokens", "positions"] = "tokens"
-    """The loss is a mean over real tokens; or over padding too, as in the original."""
+    """What the loss is averaged over: tokens, or all positions including padding, as in the original Transformer-VQ."""
     codebooks: Literal["random", "data"] = "random"
-    """Start codebooks as noise, as the original does, or by k-means over the keys of the first batch."""
+    """Initialise codebooks randomly, as the original does, or by k-means over the first batch (Transformer-VQ)."""
     continued: bool = False
-    """Evaluate with the state carried from sequence to sequence. Each row of an evaluation batch reads its share of the
-    data as one text: with a batch size of 1, all of it is one."""
+    """Evaluate without resetting the model's memory between sequences.
+    Each row of an evaluation batch reads a contiguous part of the data as one text; with batch size 1, all of it."""
 
     def __post_init__(self) -> None:
         update = self.length if self.update is None else self.update
         if self.length < 1 or update < 1 or self.length % update:
             raise InputError(
-                f"objective.length={self.length} must be a multiple of objective.update={update}, and both positive"
+                "objective.length must be a multiple of objective.update, and both positive, "
+                f"got {self.length} and {update}"
             )
         if self.commit < 0:
-            raise InputError(f"objective.commit must not be negative, got {self.commit}")
+            raise InputError(f"objective.commit must be at least 0, got {self.commit}")
 
     @property
     def chunk(self) -> int:
+        """Number of tokens of a sequence per training step."""
         return self.length if self.update is None else self.update
 
 
 @dataclass(frozen=True)
 class CaptionObjective:
-    """Learning to write the captions of pictures."""
+    """Image captioning: generate the caption of an image."""
 
     length: int = 64
-    """Most tokens of a caption, its end included; a longer one is cut."""
+    """Maximum number of tokens of a caption, including its end token; longer captions are truncated."""
     lowercase: bool = False
-    """Captions in lower case, as the old script had them."""
+    """Convert captions to lower case, as the old training script did."""
     label_smoothing: float = 0.0
-    """Share of the probability that is wanted for all tokens alike instead of the label."""
+    """Label smoothing: probability mass spread over all tokens, at least 0 and below 1."""
     z_loss: float = 0.0
-    """Weight of log²(Z), which keeps logits from drifting; 1e-4 is usual with bfloat16."""
+    """Weight of the z-loss log²(Z), which keeps the logits from drifting; 1e-4 is common with bfloat16."""
 
     def __post_init__(self) -> None:
         if self.length < 2:
             raise InputError(f"objective.length must be at least 2, got {self.length}")
         if not 0 <= self.label_smoothing < 1 or self.z_loss < 0:
             raise InputError(
-                f"smoothing is a share below 1 and z_loss not negative, got {self.label_smoothing}, {self.z_loss}"
+                "objective.label_smoothing must be at least 0 and below 1, and objective.z_loss at least 0, "
+                f"got {self.label_smoothing} and {self.z_loss}"
             )
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest output."""
+        """Maximum number of tokens of an output."""
         return self.length

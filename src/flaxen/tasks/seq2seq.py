@@ -1,4 +1,4 @@
-"""Text to text: the model reads a source and writes its target. So T5 and LongT5 are fine-tuned."""
+"""Sequence-to-sequence: the model reads a source text and generates its target. Used to fine-tune T5 and LongT5."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ SIDES = ("source", "target")
 
 
 class Seq2Seq(Task):
-    """An example is a pair or, when packed, a row of pairs that do not see each other."""
+    """Fine-tuning on pairs. An example is a pair or, when packed, a row of pairs that do not attend to each other."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Seq2Seq(Task):
         self.limits = PairLengths(objective.source_length, objective.target_length)
         self._train, self._validation = train, validation
         if not len(train):
-            raise InputError(f"{train.source.name} has no pair left to train on; add pairs")
-        lengths = self._within_limits(train, "training")
-        self._validation_lengths = self._within_limits(validation, "validation")
+            raise InputError(f"{train.source.name} has no pairs left for training; add pairs")
+        lengths = self._clip_lengths(train, "training")
+        self._validation_lengths = self._clip_lengths(validation, "validation")
         self.shapes = tuple(
             shapes(side, count) for side, count in zip(lengths.T, (objective.shapes, -(-objective.shapes // 2)))
         )
@@ -57,48 +57,49 @@ class Seq2Seq(Task):
         self.examples = len(self.packed or train)
         self.pairs, self.validation_examples = len(train), len(validation)
         self.tokens = round(lengths.sum() / self.examples)
-        # Of the mean pair: attention grows faster than length, and so this is a little less than the mean of all.
+        # FLOPs of a pair of mean length: slightly below the mean FLOPs, because attention is quadratic in the length.
         mean = lengths.mean(axis=0).round().astype(int).tolist()
         self.flops = 3 * family.flops(config, *mean) * len(train) / self.examples
         self.generation_metrics: tuple[str, ...] = text.NAMES if generation.examples and len(validation) else ()
 
         self._options = generation.options(self.limits.target)
-        # Read now, so that what is wrong with them is not found at the first evaluation.
-        self._references = self._read(generation.examples) if self.generation_metrics else []
+        # Read now, so that errors in the data appear at once and not at the first evaluation.
+        self._references = self._read_pairs(generation.examples) if self.generation_metrics else []
 
     @classmethod
     def open(
         cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True
     ) -> "Seq2Seq":
         train, validation = open_pairs(settings.data, setup.tokenizer)
-        how = (settings.objective, settings.generation, setup.tokenizer)
-        return cls(setup.family, setup.config, *how, train, validation, seed)
+        options = (settings.objective, settings.generation, setup.tokenizer)
+        return cls(setup.family, setup.config, *options, train, validation, seed)
 
-    def _within_limits(self, part: PairTokens, name: str) -> np.ndarray:
+    def _clip_lengths(self, part: PairTokens, name: str) -> np.ndarray:
+        """Return the lengths [pairs, 2] of sources and targets, clipped to the limits; or refuse longer pairs."""
         over = part.lengths > np.array(self.limits)
         if over.any() and self.objective.long == "error":
             number = int(np.flatnonzero(over.any(axis=1))[0])
             side = int(np.flatnonzero(over[number])[0])
             raise InputError(
                 f"{part.source.name}: the {SIDES[side]} of {name} pair {number + 1} has {part.lengths[number, side]:,} "
-                f"tokens, more than objective.{SIDES[side]}_length={self.limits[side]} (and {over.any(axis=1).sum():,} "
-                "pairs are too long in all); raise the limit, or cut them with --objective.long truncate"
+                f"tokens, more than objective.{SIDES[side]}_length={self.limits[side]} ({over.any(axis=1).sum():,} "
+                "pairs are too long in total); raise the limit, or truncate them with --objective.long truncate"
             )
         return np.minimum(part.lengths, np.array(self.limits))
 
     def notes(self, size: int) -> list[str]:
-        said = [f"{self.pairs:,} training pairs, {self.validation_examples:,} to validate"]
+        notes = [f"{self.pairs:,} training pairs, {self.validation_examples:,} validation pairs"]
         if self.packed is not None:
-            said[0] += f"; {self.examples:,} rows of {self.limits.source} + {self.limits.target} tokens"
+            notes[0] += f"; {self.examples:,} rows of {self.limits.source} + {self.limits.target} tokens"
         for part, name in ((self._train, "training"), (self._validation, "validation")):
             for side, limit, n in zip(SIDES, self.limits, (part.lengths > np.array(self.limits)).sum(axis=0)):
                 if n:
-                    said.append(f"{n:,} of {len(part):,} {name} {side}s are longer than {limit:,} tokens and are cut")
-        said.append(f"{100 * self.padding(size):.1f} % of the tokens processed are padding")
-        return said
+                    notes.append(f"truncated {n:,} of {len(part):,} {name} {side}s to {limit:,} tokens")
+        notes.append(f"{100 * self.padding(size):.1f} % of the tokens processed are padding")
+        return notes
 
     def padding(self, size: int, batches: int = 64) -> float:
-        """The share of padding in the first batches, or in one pass if that is less."""
+        """Fraction of padding in the first `batches` batches, or in one epoch if that is shorter."""
         real = total = 0
         for step in range(min(batches, -(-self.examples // size))):
             for name, batch in self.batch(step, size).items():
@@ -110,35 +111,39 @@ class Seq2Seq(Task):
         if self.packed is not None:
             first, last, _ = rows.indices(size)
             numbers = examples(step, (first, last - first), size, self.examples, self.seed)
-            return self._filled(self._train, [self.packed[i] for i in numbers], self.limits)
+            return self._pad_rows(self._train, [self.packed[i] for i in numbers], self.limits)
         numbers = self._groups.batch(step, size)
         lengths = self._groups.lengths[numbers].max(axis=0)
-        return self._filled(self._train, [[i] for i in numbers[rows].tolist()], self._shape(lengths))
+        return self._pad_rows(self._train, [[i] for i in numbers[rows].tolist()], self._shape(lengths))
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Pair by pair, never packed: what is measured does not depend on how training batches are made."""
+        """Iterate over the validation pairs, never packed, so that metrics do not depend on `batching`."""
         n = min(self.validation_examples, limit or self.validation_examples)
+        # Sorted by source length, to reduce padding.
         order = np.argsort(self._validation_lengths[:n, 0], kind="stable")
         for first in range(0, n, size):
-            chosen = order[first : first + size]
-            shape = self._shape(self._validation_lengths[chosen].max(axis=0))
-            yield self._filled(self._validation, [[i] for i in chosen.tolist()] + [[]] * (size - len(chosen)), shape)
+            numbers = order[first : first + size]
+            shape = self._shape(self._validation_lengths[numbers].max(axis=0))
+            yield self._pad_rows(
+                self._validation, [[i] for i in numbers.tolist()] + [[]] * (size - len(numbers)), shape
+            )
 
     def loss(self, model: Any, batch: dict[str, Array], carry: None, key: Array | None) -> tuple[Sums, None]:
+        # Label smoothing and z-loss are part of the training loss only; evaluation reports the plain cross-entropy.
         label_smoothing, z_loss = (
             (self.objective.label_smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         )
         segments, targets = batch["segments"], batch["target_segments"]
-        # One pair to a row: a mask will do, and attention over it is cheaper than over numbered segments.
+        # With one pair per row a mask suffices, and attention is cheaper with it than with numbered segments.
         masks = (segments, targets) if self.packed is not None else (segments > 0, None)
-        how = {"label_smoothing": label_smoothing, "z_loss": z_loss, "key": key}
-        return model.loss(batch["input_ids"], batch["labels"], *masks, **how)[1], None
+        options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "key": key}
+        return model.loss(batch["input_ids"], batch["labels"], *masks, **options)[1], None
 
     def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
         if not self.generation_metrics:
             return {}
-        how = (self.generation.batch_size, self.generation.examples)
-        return self.generate_and_score(model, self._options, *how, path, None)
+        sizes = (self.generation.batch_size, self.generation.examples)
+        return self.generate_and_score(model, self._options, *sizes, path, None)
 
     def generate_and_score(
         self,
@@ -150,15 +155,16 @@ class Seq2Seq(Task):
         sheet: Path | None = None,
         skipped: set[str] | None = None,
     ) -> dict[str, float]:
-        """Predictions go to `path` with their references."""
+        """Generate targets for the first `limit` validation pairs, save them to `path` and return their metrics."""
         n = min(self.validation_examples, limit or self.validation_examples)
         prompts = [self._validation.pair(i, self.limits)[0].tolist() for i in range(n)]
         eos = self.config.eos_ids if options.eos_token_id is None else options.eos_token_id
         generator = Generator(prepare(self.family.decoder, model), options, self.config.pad_id, eos)
         outputs = generator.outputs(batches(prompts, batch_size, self.config.pad_id))
-        found = {one.prompt: self.tokenizer.decode(one.tokens) for one in outputs}
-        predictions = [found[i] for i in range(n)]
-        pairs = self._references[:n] if n <= len(self._references) else self._read(n)
+        # Outputs arrive grouped by length, not in the order of the prompts.
+        texts = {output.prompt: self.tokenizer.decode(output.tokens) for output in outputs}
+        predictions = [texts[i] for i in range(n)]
+        pairs = self._references[:n] if n <= len(self._references) else self._read_pairs(n)
         if path is not None:
             with atomic_file(path) as file:
                 for pair, prediction in zip(pairs, predictions):
@@ -166,21 +172,21 @@ class Seq2Seq(Task):
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
         return text.score(predictions, [pair.target for pair in pairs])
 
-    def _read(self, n: int) -> list[Pair]:
-        """The first validation pairs as they were written: tokens may not spell them exactly."""
+    def _read_pairs(self, n: int) -> list[Pair]:
+        """Read the first `n` validation pairs as original text, because decoding tokens may not restore it exactly."""
         first = self._validation.first
         return list(islice(self._validation.source.pairs(), first, first + n))
 
     def format_example(self, batch: Batch, row: int) -> dict[str, str]:
-        """The pairs of a row as text: what the model reads, what it shall write."""
+        """Format the pairs of a row as text: the model's input and its target."""
 
-        def spelled(ids: np.ndarray, segments: np.ndarray) -> str:
+        def decode(ids: np.ndarray, segments: np.ndarray) -> str:
             texts = (ids[segments == i].tolist() for i in range(1, segments.max() + 1))
             return " ┃ ".join(map(self.tokenizer.decode, texts))
 
         return {
-            "reads": spelled(batch["input_ids"][row], batch["segments"][row]),
-            "writes": spelled(batch["labels"][row], batch["target_segments"][row]),
+            "input": decode(batch["input_ids"][row], batch["segments"][row]),
+            "target": decode(batch["labels"][row], batch["target_segments"][row]),
         }
 
     def describe_evaluated(self, limit: int | None, skipped: int) -> str:
@@ -191,15 +197,15 @@ class Seq2Seq(Task):
         return {"training_data": self._train.name, "validation_data": self._validation.name, "examples": self.examples}
 
     def _shape(self, lengths: np.ndarray) -> PairLengths:
-        """What to pad to; beyond the shapes of training, where only a validation pair can be, the limit."""
+        """Return the lengths to pad a batch to: a training shape, or the limit for longer validation pairs."""
         padded = [
-            fitting(int(length), (*known, max(limit, int(length))))
-            for length, known, limit in zip(lengths, self.shapes, self.limits)
+            fitting(int(length), (*sizes, max(limit, int(length))))
+            for length, sizes, limit in zip(lengths, self.shapes, self.limits)
         ]
         return PairLengths(*padded)
 
-    def _filled(self, part: PairTokens, rows: Sequence[Sequence[int]], shape: PairLengths) -> Batch:
-        """Rows of pairs, one after the other, each with the number of its pair in the row."""
+    def _pad_rows(self, part: PairTokens, rows: Sequence[Sequence[int]], shape: PairLengths) -> Batch:
+        """Concatenate the pairs of each row and pad to `shape`. Segments number the pairs from 1; 0 is padding."""
         names = (("input_ids", "segments"), ("labels", "target_segments"))
         batch = {name: np.zeros((len(rows), n), np.int32) for pair, n in zip(names, shape) for name in pair}
         batch["labels"] -= 1

@@ -1,4 +1,4 @@
-"""Pictures and what a model wrote about them, on a page to look through. One HTML file that needs no other."""
+"""Contact sheet: images with generated and reference captions, in one self-contained HTML file."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 SIDE, QUALITY = 224, 80
-ROOM = 24  # characters left in the header for the number of pictures, known when the last has come
+ROOM = 24  # characters reserved in the header for the number of images, which is known only at the end
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f5f5f3; --card: #fff; --tile: #ecebe8; --ink: #1d1d1b; --soft: #6b6a66;
@@ -46,16 +46,16 @@ main { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 
 article { position: relative; display: flex; flex-direction: column; background: var(--card); overflow: clip;
   border: 1px solid var(--line); border-radius: 12px; box-shadow: var(--shadow);
   content-visibility: auto; contain-intrinsic-size: auto 400px; scroll-margin-top: 90px; }
-.picture { position: relative; aspect-ratio: 4 / 3; display: grid; place-items: center; background: var(--tile);
+.image { position: relative; aspect-ratio: 4 / 3; display: grid; place-items: center; background: var(--tile);
   color: var(--soft); font-size: 13px; }
-.picture img { position: absolute; width: 100%; height: 100%; object-fit: contain; }
+.image img { position: absolute; width: 100%; height: 100%; object-fit: contain; }
 .score { position: absolute; top: 9px; right: 9px; padding: 1px 9px; border-radius: 99px; color: #fff; font-size: 13px;
   font-weight: 600; font-variant-numeric: tabular-nums; background: hsl(var(--hue, 220) 48% 32%);
   box-shadow: 0 0 0 1.5px #ffffffb3; }
 .text { display: flex; flex-direction: column; flex: 1; gap: 9px; padding: 13px 15px 11px; overflow-wrap: anywhere; }
 .text p, .text ul { margin: 0; }
 .prediction { font-weight: 650; line-height: 1.35; }
-.prediction:empty::before { content: "nothing written"; font-weight: 400; font-style: italic; color: var(--soft); }
+.prediction:empty::before { content: "nothing generated"; font-weight: 400; font-style: italic; color: var(--soft); }
 ul { padding: 9px 0 0; border-top: 1px solid var(--line); list-style: none; color: var(--soft); font-size: 13px;
   line-height: 1.4; }
 li { text-wrap: pretty; }
@@ -83,17 +83,17 @@ for (const button of buttons) button.onclick = () => {
 const total = output.textContent.trim();
 const texts = new Map(cards.map(card => [card, card.lastElementChild.textContent.toLowerCase()]));
 input.oninput = () => {
-  const wanted = input.value.toLowerCase().split(/\\s+/);
-  for (const card of cards) card.hidden = !wanted.every(word => texts.get(card).includes(word));
-  const left = cards.filter(card => !card.hidden).length;
-  output.textContent = left < cards.length ? `${left} of ${total}` : total;
+  const words = input.value.toLowerCase().split(/\\s+/);
+  for (const card of cards) card.hidden = !words.every(word => texts.get(card).includes(word));
+  const shown = cards.filter(card => !card.hidden).length;
+  output.textContent = shown < cards.length ? `${shown} of ${total}` : total;
 };
 find("nav div").hidden = !scored.length;
 """
 
 
 class SheetEntry(NamedTuple):
-    """A picture, or None if it cannot be read; the model's words; those of people; and how near they are."""
+    """An image (None if it cannot be read), its generated caption, its reference captions, and the caption's score."""
 
     image: "PIL.Image.Image | None"
     name: str
@@ -103,7 +103,10 @@ class SheetEntry(NamedTuple):
 
 
 def write_sheet(path: Path, rows: Iterable[SheetEntry], title: str, note: str = "") -> None:
-    """A card for each row, to be sorted by score and filtered by words. Rows are written as they come."""
+    """Write a page with a card per row, which can be sorted by score and filtered by words.
+
+    Rows are written one at a time, so that not all images are in memory at once.
+    """
     with atomic_file(path) as file:
         file.write(
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -117,37 +120,37 @@ def write_sheet(path: Path, rows: Iterable[SheetEntry], title: str, note: str = 
             '<input type="search" autocomplete="off" placeholder="Filter by words" aria-label="Filter by words">'
             '<output aria-live="polite">'
         )
-        place = file.tell()
+        count_position = file.tell()
         file.write(" " * ROOM + "</output></nav></div>\n<main>\n")
         count = 0
         for row in rows:
             file.write(card(row))
             count += 1
         file.write(f"</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n")
-        file.seek(place)
-        file.write(f"{count:,} picture{'s' * (count != 1)}")
+        file.seek(count_position)
+        file.write(f"{count:,} image{'s' * (count != 1)}")
 
 
 def card(row: SheetEntry) -> str:
-    """Picture, score, prediction, references and name, in this order."""
-    picture = "<span>no picture</span>"
+    """Return the HTML of a card: image, score, prediction, references and name, in this order."""
+    image = "<span>no image</span>"
     if row.image is not None:
         source = base64.b64encode(thumbnail(row.image)).decode()
-        described = safe(row.references[0] if row.references else row.name)
-        picture = f'<img src="data:image/jpeg;base64,{source}" alt="{described}" decoding="async">'
+        alt = safe(row.references[0] if row.references else row.name)
+        image = f'<img src="data:image/jpeg;base64,{source}" alt="{alt}" decoding="async">'
     scored, badge = "", ""
     if row.score is not None:
         scored, badge = f' data-score="{row.score:.6g}"', f'<span class="score" title="score">{row.score:.2f}</span>'
     references = "".join(f'<li dir="auto">{safe(reference)}</li>' for reference in row.references)
     return (
-        f'<article tabindex="0"{scored}><div class="picture">{picture}</div>{badge}'
+        f'<article tabindex="0"{scored}><div class="image">{image}</div>{badge}'
         f'<div class="text"><p class="prediction" dir="auto">{safe(row.prediction)}</p>'
         f'{f"<ul>{references}</ul>" if references else ""}<p class="name">{safe(row.name)}</p></div></article>\n'
     )
 
 
 def thumbnail(image: "PIL.Image.Image") -> bytes:
-    """A JPEG whose longest side is at most SIDE; what is transparent becomes white."""
+    """Encode an image as a JPEG whose longest side is at most SIDE; transparent areas become white."""
     from PIL import Image
 
     small = image.convert("RGBA")
@@ -158,5 +161,5 @@ def thumbnail(image: "PIL.Image.Image") -> bytes:
 
 
 def safe(text: str) -> str:
-    """Text in a page: escaped, and halves of characters, which odd file names have, become question marks."""
+    """Escape text for HTML. Lone surrogates, from file names that are not UTF-8, become question marks."""
     return escape(text.encode(errors="replace").decode())

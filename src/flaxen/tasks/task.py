@@ -1,4 +1,4 @@
-"""What the trainer and the commands know of a task: batches, a loss, metrics, and what to tell a person."""
+"""The interface of a task for the trainer and the commands: batches, loss, metrics, and notes about its data."""
 
 import math
 import sys
@@ -16,121 +16,128 @@ from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
 
-Batch = dict[str, np.ndarray]  # arrays with the examples first
+Batch = dict[str, np.ndarray]  # arrays with the examples on their first axis
 
 
 @runtime_checkable
 class ModelFamily(Protocol):
-    """What tasks know of an architecture; `flaxen.families.Family` has it."""
+    """What a task needs from an architecture; implemented by `flaxen.families.Family`."""
 
     name: str
-    flops: Callable[..., float]  # (config, lengths …) -> operations of one forward pass
+    flops: Callable[..., float]  # (config, lengths …) -> floating-point operations of one forward pass
     decoder: Any  # a generate.search.Decoder class
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a task is opened with: the model but for its weights, and what belongs to it."""
+    """Everything about a model except its weights: configuration, tokenizer, image processor."""
 
     family: Any  # a ModelFamily
     config: Any
     tokenizer: Tokenizer
-    generation_config: dict[str, Any]  # generation_config.json of the checkpoint it starts from
-    processor: ImageProcessor | None = None  # of images
+    generation_config: dict[str, Any]  # from the initial checkpoint's generation_config.json
+    processor: ImageProcessor | None = None  # for captioning
 
 
 class Task(ABC):
-    """Joins a model to data. Batches are pure functions of (seed, step, row), so any step can be repeated."""
+    """Combine data and a loss. Batches are pure functions of (seed, step, row), so any step can be repeated."""
 
-    examples: int  # of training: an epoch
+    examples: int  # number of training examples: one epoch
     validation_examples: int
-    tokens: int  # of an example, in and out, for the display of speed
-    flops: float  # of the matmuls in the training of one example
-    generation_metrics: tuple[str, ...] = ()  # the names of what `generate_and_score_sample` measures
-    config: Any  # of the model, as the data asks for it
+    tokens: int  # mean input and output tokens per example, to display the speed
+    flops: float  # of the matmuls when training on one example
+    generation_metrics: tuple[str, ...] = ()  # names of the metrics of `generate_and_score_sample`
+    config: Any  # of the model, adapted to the data
     tokenizer: Tokenizer
 
     @classmethod
     def open(cls, setup: Setup, settings: Any, seed: int, split: str = "validation", training: bool = True) -> "Task":
-        """The task on the data that `settings` name (their `data`, `objective`, …), evaluated on `split`. Without
-        `training`, nothing but the evaluation is asked for."""
-        raise InputError(f"{cls.__name__} opens no data by itself")
+        """Open the data given by `settings` (`data`, `objective`, …), with `split` for evaluation.
 
-    # What the trainer calls.
+        Without `training`, the task is used for evaluation only.
+        """
+        raise InputError(f"{cls.__name__} cannot open data from settings")
+
+    # Called by the trainer.
 
     @abstractmethod
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
-        """Training batch number `step` of `size` examples, or those `rows` of it."""
+        """Return the training batch of a step with `size` examples, or only these `rows` of it."""
 
     @abstractmethod
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
-        """All validation examples, or the first `limit`, once; the last batch is filled up with rows without labels."""
+        """Iterate once over the validation examples, or the first `limit`; rows without labels pad the last batch."""
 
     @abstractmethod
     def loss(self, model: Any, batch: dict[str, Array], carry: Any, key: Array | None) -> tuple[Sums, Any]:
-        """Sums over the labels of a batch, and what is carried on; noise from `key`, none without."""
+        """Return the loss sums over the labels of a batch, and the new carry. A `key` turns on noise, e.g. dropout."""
 
     def carry(self, rows: int) -> Any:
-        """The initial carry of so many rows: what a batch passes on to the next; None if nothing. Rows first."""
+        """Return the initial carry for a batch of `rows`: the memory passed from one batch to the next, or None.
+
+        Its arrays have the rows on their first axis.
+        """
         return None
 
     def divisor(self, batch: dict[str, Array]) -> int | None:
-        """What the gradient of a training batch's loss is divided by, if not by the number of its labels."""
+        """Return the divisor of a training batch's summed loss, or None for the number of its labels."""
         return None
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Exact means out of sums."""
+        """Compute metrics from loss sums."""
         loss = float(sums.loss / sums.weight)
+        # math.exp overflows a float above 709.
         means = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.correct / sums.weight)}
         return means | self.further_metrics(loss)
 
     def further_metrics(self, loss: float) -> dict[str, float]:
-        """What else follows from the mean loss, such as bits per byte."""
+        """Compute additional metrics from the mean loss, such as bits per byte."""
         return {}
 
     def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
-        """Generate for the first validation examples, write the outputs to `path`, return their `generation_metrics`.
+        """Generate for the first validation examples, save the outputs to `path`, return `generation_metrics`.
 
-        Examples that cannot be read are reported once: their names are added to `skipped`."""
+        Examples that cannot be read are reported once and added to `skipped`.
+        """
         return {}
 
     def prepare_model(self, model: Any) -> Any:
-        """The model that training starts from, given the initial one."""
+        """Return the model to start training from, given the initial model."""
         return model
 
     def skipped_examples(self, batch: Batch, part: str = "training") -> list[str]:
-        """What of a batch is skipped, and why."""
+        """Describe the skipped examples of a batch, one line each with the reason."""
         return []
 
-    # What the commands call.
+    # Called by the commands.
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a run on this data cannot be resumed without: digests and sizes, as JSON."""
+        """Digests and sizes of the data, as JSON; a run can be resumed only if they are the same."""
         return {}
 
     def notes(self, size: int) -> list[str]:
-        """What a person should know of the data before it is trained on in batches of `size`."""
+        """Facts about the data to print before training with batches of `size`."""
         return []
 
     def evaluation_notes(self, size: int) -> list[str]:
-        """What a person should know of the data before it is evaluated on."""
+        """Facts about the data to print before an evaluation with batches of `size`."""
         return []
 
     def format_example(self, batch: Batch, row: int) -> dict[str, str]:
-        """An example as text: what the model reads, what it should generate."""
+        """Format an example as text: the model's input and its target."""
         return {}
 
     def vocabulary(self) -> str:
-        """The tokenizer beside the model's table, for people."""
+        """Describe the sizes of the tokenizer and of the model's embedding table."""
         return f"tokenizer: {self.tokenizer.size:,} ids; model: {self.config.vocab_size:,} rows"
 
     def why_no_validation(self) -> str:
-        """Why there may be no validation example, for a message."""
+        """Hint for the error message if there are no validation examples."""
         return ""
 
     def describe_evaluated(self, limit: int | None, skipped: int) -> str:
-        """What was evaluated on, in words: all validation examples or the first `limit`, but for those skipped."""
+        """Describe what was evaluated: the validation examples or the first `limit`, without those skipped."""
         return f"{min(self.validation_examples, limit or self.validation_examples) - skipped:,} examples"
 
     def generate_and_score(
@@ -143,12 +150,12 @@ class Task(ABC):
         sheet: Path | None = None,
         skipped: set[str] | None = None,
     ) -> dict[str, float]:
-        """Scores of what the model generates for the first `limit` validation examples; `path` and `sheet` get it."""
+        """Generate for the first `limit` validation examples and return metrics. Outputs go to `path` and `sheet`."""
         return {}
 
 
 def report_skipped(problems: Sequence[str], known: set[str]) -> None:
-    """Say what is skipped, once."""
+    """Print each problem to standard error, once: those in `known` are skipped, and new ones added."""
     for problem in problems:
         if problem not in known:
             known.add(problem)

@@ -1,4 +1,7 @@
-"""The training loop: step, log? evaluate? save? A kill at any moment costs only the steps since the last save."""
+"""The training loop: step, log, evaluate, save a checkpoint; resume from the newest checkpoint.
+
+A process killed at any moment loses only the steps since the last checkpoint.
+"""
 
 import math
 import signal
@@ -36,46 +39,47 @@ def train(
     quiet: bool = False,
     received: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Train from the newest checkpoint of the run, or else from `initial()`. Returns the last evaluation.
+    """Train, resuming from the newest checkpoint or starting from `initial()`. Returns the last evaluation.
 
-    `abstract` is the shape of the model: with a checkpoint there are no initial weights to make. When a signal's number
-    appears in `received`, the step ends, is saved, and the process exits.
+    `abstract` has the shapes of the model, so that resuming initialises no weights. When a signal number appears in
+    `received`, the current step is completed and saved, and the process exits.
     """
     task, training, steps = stepper.task, stepper.training, stepper.steps
     checkpoints = Checkpoints(run.checkpoints, training.keep)
-    state, memory = _restored(checkpoints, stepper, abstract, initial)
-    done, skipped = int(state.step), set[str]()
+    state, memory = _restore_or_start(checkpoints, stepper, abstract, initial)
+    done, skipped = int(state.step), set[str]()  # completed steps; examples reported as unreadable
     run.forget_after(done)
 
-    def make(step: int) -> dict[str, jax.Array]:
+    def load_batch(step: int) -> dict[str, jax.Array]:
         batch = task.batch(step, training.batch_size)
         report_skipped(task.skipped_examples(batch), skipped)
         return jax.device_put(batch)
 
     with (
-        ExitStack() as ending,
+        ExitStack() as cleanup,
         closing(checkpoints),
         Display(steps, done, quiet) as display,
-        closing(prefetch(make, range(done, steps))) as batches,
+        closing(prefetch(load_batch, range(done, steps))) as batches,
     ):
         for tracker in trackers:
-            ending.callback(tracker.close)
+            cleanup.callback(tracker.close)
         records = Records(run, trackers, display)
         speed = Throughput(task, training.batch_size, peak() if steps > done else None)
         if done:
-            display.line(f"going on from step {done:,} of {steps:,}")
+            display.line(f"resuming from step {done:,} of {steps:,}")
         pending: Metrics | None = None
         for step, batch in enumerate(batches, done + 1):
             report: Metrics
             state, report = stepper.update(state, batch)
-            if step == done + 1:  # compiled by now
+            if step == done + 1:  # exclude compilation from the measured speed
                 jax.block_until_ready(report)
                 speed.start(1)
-            # The report of the step before: reading it now leaves the device something to do meanwhile.
+            # Read the previous step's report: reading this one would block until the device has finished the step.
             if pending is not None:
                 memory.absorb(pending, step - 1, run.directory)
                 display.step(step - 1, memory.loss, speed.text())
             pending = report
+            # An interval of 0 means only at the last step.
             log, validate, save = (
                 step == steps or (every and step % every == 0)
                 for every in (training.log_every, training.eval_every, training.save_every)
@@ -90,46 +94,48 @@ def train(
             if log:
                 records.log(step, memory.window(task), report, speed)
             if validate:
-                memory.evaluation = _validated(stepper, state, run, step, skipped)
+                memory.evaluation = _validate(stepper, state, run, step, skipped)
                 records.evaluation(step, memory.evaluation)
                 memory.note_best(step)
+            # A new best step is saved at once, whatever save_every says.
             if save or stopping or memory.best_step == step:
                 checkpoints.save(step, state, memory.saved(), memory.best_step)
             if stopping:
                 checkpoints.wait()
                 name = signal.Signals(received[0]).name
-                display.line(f"saved step {step:,} on {name}; rerun the command to resume")
+                display.line(f"saved step {step:,} on {name}; rerun the same command to resume")
                 raise SystemExit(128 + received[0])
-            speed.start(step - done)
+            speed.start(step - done)  # exclude the time of evaluating and saving
 
         if done == steps:
-            display.line(f"the run is complete: {steps:,} steps")
+            display.line(f"the run is already complete ({steps:,} steps)")
         checkpoints.wait()
-        for target, wanted in ((run.model, steps), (run.best, memory.best_step)):
-            if wanted is not None and (done < steps or not target.exists()):
-                chosen = state if wanted == int(state.step) else checkpoints.restore(wanted, state)[0]
-                export(chosen.model, target)
+        # After a complete run, only export what is missing: the process may have been killed before exporting.
+        for target, export_step in ((run.model, steps), (run.best, memory.best_step)):
+            if export_step is not None and (done < steps or not target.exists()):
+                exported = state if export_step == int(state.step) else checkpoints.restore(export_step, state)[0]
+                export(exported.model, target)
         if done < steps:
-            display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model in {run.model}")
+            display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model saved in {run.model}")
     return memory.evaluation or {}
 
 
-def _restored(
+def _restore_or_start(
     checkpoints: Checkpoints, stepper: Stepper, abstract: Any, initial: Callable[[], Any]
 ) -> tuple[TrainState, "LoopState"]:
-    """The newest checkpoint's state, or the first one of a run."""
+    """Load the newest checkpoint to resume from, or create the initial state."""
     if checkpoints.steps:
         state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.start, abstract))
         memory = LoopState(**remembered)
     else:
         state, memory = stepper.start(initial()), LoopState()
     memory.compare_by(stepper.training.keep_best)
-    # On a device by name, restored or not: else a resumed run would be another program to compile.
+    # Commit the state to an explicit device, restored or not; otherwise a resumed run would compile another program.
     return jax.device_put(state, jax.devices()[0]), memory
 
 
-def _validated(stepper: Stepper, state: TrainState, run: Run, step: int, skipped: set[str]) -> dict[str, float]:
-    """Means over the validation examples and, if the task generates, scores of what the model does."""
+def _validate(stepper: Stepper, state: TrainState, run: Run, step: int, skipped: set[str]) -> dict[str, float]:
+    """Compute the validation metrics and, if the task generates text, the metrics of the generated text."""
     task, training = stepper.task, stepper.training
     limits = (training.eval_rows, training.eval_examples)
     values = evaluate(task, stepper.score, state.model, *limits, skipped)
@@ -141,7 +147,7 @@ def _validated(stepper: Stepper, state: TrainState, run: Run, step: int, skipped
 
 
 class Records:
-    """Where numbers go: metrics.jsonl, trackers, the screen."""
+    """Send metrics to metrics.jsonl, the trackers and the console."""
 
     def __init__(self, run: Run, trackers: list[Tracker], display: Display):
         self._run, self._trackers, self._display = run, trackers, display
@@ -170,24 +176,26 @@ def evaluate(
     limit: int | None = None,
     skipped: set[str] | None = None,
 ) -> dict[str, float]:
-    """Exact means over the validation examples, whatever the batch size; nothing if there are none. What cannot be read
-    is reported, and added to `skipped`."""
+    """Compute metrics as exact means over the validation examples, independent of the batch size; {} if there are none.
+
+    Examples that cannot be read are reported once and added to `skipped`.
+    """
     total, carry = np.zeros(len(Sums._fields)), task.carry(size)
     known = set[str]() if skipped is None else skipped
 
-    def make(batch: Batch) -> dict[str, jax.Array]:
+    def to_device(batch: Batch) -> dict[str, jax.Array]:
         report_skipped(task.skipped_examples(batch, "validation"), known)
         return jax.device_put(batch)
 
-    with closing(prefetch(make, task.evaluation(size, limit))) as batches:
+    with closing(prefetch(to_device, task.evaluation(size, limit))) as batches:
         for batch in batches:
             sums, carry = score(model, batch, carry)
             total += np.asarray(sums, np.float64)
-    return task.metrics(Sums(*total)) if total[-1] else {}
+    return task.metrics(Sums(*total)) if total[-1] else {}  # the last sum is the number of labels
 
 
 class LoopState:
-    """What the loop remembers between steps beside the state: it is saved with it."""
+    """The loop's own memory between steps (running sums, best metric), saved in each checkpoint."""
 
     def __init__(
         self,
@@ -197,34 +205,37 @@ class LoopState:
         best_step: int | None = None,
         best_value: float | None = None,
     ):
-        self.sums = np.array(sums or [0.0] * len(Sums._fields))  # since the last record
+        self.sums = np.array(sums or [0.0] * len(Sums._fields))  # accumulated since the last log record
         self.evaluation = evaluation
         self.best_metric, self.best_step, self.best_value = best_metric, best_step, best_value
-        self.loss = math.nan  # of the last step
+        self.loss = math.nan  # training loss of the last step
 
     def saved(self) -> dict[str, Any]:
+        """Values to store in a checkpoint as JSON: the arguments of `__init__`."""
         names = ("evaluation", "best_metric", "best_step", "best_value")
         return {"sums": self.sums.tolist()} | {name: getattr(self, name) for name in names}
 
     def absorb(self, report: Metrics, step: int, directory: Path) -> None:
+        """Add the sums of a step; raise Diverged if its loss or gradient norm is not finite."""
         sums, norm = np.asarray(report.sums, np.float64), float(report.norm)
         self.loss = float(sums[0] / max(sums[-1], 1.0))
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
-            raise Diverged(f"the loss is {self.loss} and the gradient's norm {norm}", step, directory)
+            raise Diverged(f"the loss is {self.loss} and the gradient norm {norm}", step, directory)
         self.sums = self.sums + sums
 
     def window(self, task: Task) -> dict[str, float]:
-        """Means since the last record; none if there was nothing but padding."""
+        """Return the means since the last log record and reset the sums; {} if all labels were padding."""
         values = task.metrics(Sums(*self.sums)) if self.sums[-1] else {}
         self.sums = np.zeros_like(self.sums)
         return values
 
     def compare_by(self, metric: str | None) -> None:
-        """What was best by another metric is forgotten."""
+        """Set the metric that decides which checkpoint is best; forget the best one by another metric."""
         if metric != self.best_metric:
             self.best_metric, self.best_step, self.best_value = metric, None, None
 
     def note_best(self, step: int) -> None:
+        """Remember this step if its evaluation is strictly better than the best so far."""
         if self.best_metric is None or not self.evaluation:
             return
         value, sign = self.evaluation[self.best_metric], -1 if self.best_metric in LOWER_IS_BETTER else 1
@@ -233,18 +244,18 @@ class LoopState:
 
 
 class Diverged(InputError):
-    """Numbers that are not finite. Nothing of them is saved."""
+    """The loss or gradient is not finite. The diverged state is never saved."""
 
     def __init__(self, what: str, step: int, directory: Path):
         super().__init__(
-            f"step {step}: {what}; training stops, and nothing of this step is saved.\n"
-            f"Look at the batch and the update: flaxen replay {directory} --step {step}\n"
-            "Usual remedies: a lower learning rate, a longer warmup, clipping, float32 compute, z-loss if there is one"
+            f"training diverged at step {step}: {what}; the step was not saved.\n"
+            f"To inspect its batch and gradients: flaxen replay {directory} --step {step}\n"
+            "Common remedies: a lower learning rate, a longer warmup, gradient clipping, float32 compute, z-loss"
         )
 
 
 class Throughput:
-    """Tokens per second and the share of the hardware's peak, since the last `start`."""
+    """Training speed since the last `start`: tokens per second and model FLOP utilisation (MFU)."""
 
     def __init__(self, task: Task, batch_size: int, peak: float | None):
         self._tokens, self._flops, self._peak = task.tokens * batch_size, task.flops * batch_size, peak
@@ -256,7 +267,7 @@ class Throughput:
     def stop(self, step: int) -> None:
         took = time.monotonic() - self._clock
         self.total += took
-        if step > self._steps:  # not if there was only the step that compiles
+        if step > self._steps:  # not if only the compiling first step has run
             self._rate = (step - self._steps) / took
 
     def values(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""LoRA: the model stays as it is, and low-rank additions to some of its linear maps are trained.
+"""LoRA: freeze the model and train low-rank updates of some of its linear layers.
 
-An adapter is a tree of its own: {path of a Linear: {"down": [*inputs, r], "up": [r, *outputs]}}, with a layer axis
-first where the model has one. `attach` computes with it beside the weights, `merge` adds it into them.
+An adapter is a separate tree: {path of a Linear: {"down": [*inputs, r], "up": [r, *outputs]}}, with a leading layer
+axis where the model has one. `attach` computes x·W + x·down·up for training; `merge` adds down·up to W for inference.
 """
 
 import math
@@ -23,32 +23,32 @@ from flaxen.tree import name
 M = TypeVar("M")
 Adapter = dict[str, dict[str, Array]]
 Sizes = tuple[int, ...]
-# What PEFT takes by default for these families: queries and values, or the product that holds them.
+# PEFT's default targets for these families: queries and values, or the fused projection that contains them.
 DEFAULT = ("*.q", "*.v", "*.qkv", "*.kv")
 
 
 def linears(model: Any) -> Iterator[tuple[str, Linear]]:
-    """Every Linear of a model, with its path."""
-    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear))
-    return ((name(path), node) for path, node in found if isinstance(node, Linear))
+    """Iterate over all Linear layers of a model with their paths."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear))
+    return ((name(path), node) for path, node in nodes if isinstance(node, Linear))
 
 
 def targets(model: Any, lora: LoRA) -> dict[str, Linear]:
-    """The maps that the globs name; each glob must name one."""
-    every = dict(linears(model))
+    """Return the linear layers to adapt, by path; every glob pattern must match at least one."""
+    layers = dict(linears(model))
     for glob in lora.targets:
-        if not any(fnmatchcase(path, glob) for path in every):
+        if not any(fnmatchcase(path, glob) for path in layers):
             raise InputError(
-                f"lora.targets: no linear map matches {glob!r}{did_you_mean(glob, every)}; "
-                f"available: {', '.join(every)}"
+                f"lora.targets: no linear layer matches {glob!r}{did_you_mean(glob, layers)}; "
+                f"available: {', '.join(layers)}"
             )
     globs = lora.targets or DEFAULT
-    # A map that is no layer's (patches, a pooler, the bridge of a captioner) has one matrix, as a layer has.
-    return {path: node for path, node in every.items() if any(fnmatchcase(path, glob) for glob in globs)}
+    # Linear layers outside the layer stack (patches, a pooler, a captioner's bridge) have one matrix and no layer axis.
+    return {path: node for path, node in layers.items() if any(fnmatchcase(path, glob) for glob in globs)}
 
 
 def abstract(model: Any, lora: LoRA) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """The shapes of an adapter for this model."""
+    """Shapes of an adapter for this model, without allocating it."""
     halves = {path: shapes(split(path, node), lora.rank) for path, node in targets(model, lora).items()}
     return {
         path: {name: jax.ShapeDtypeStruct(sizes, jnp.float32) for name, sizes in zip(("down", "up"), both)}
@@ -57,13 +57,13 @@ def abstract(model: Any, lora: LoRA) -> dict[str, dict[str, jax.ShapeDtypeStruct
 
 
 def shapes(parts: tuple[Sizes, Sizes, Sizes], rank: int) -> tuple[Sizes, Sizes]:
-    """Of both halves of an addition to a weight with these parts."""
+    """Shapes of the `down` and `up` factors for a weight with this `split`."""
     stack, inputs, outputs = parts
     return (*stack, *inputs, rank), (*stack, rank, *outputs)
 
 
 def split(path: str, node: Linear) -> tuple[Sizes, Sizes, Sizes]:
-    """The shape of a weight: its layer axis if there is one, its inputs, its outputs."""
+    """Split the shape of a weight into its layer axis (if any), its input axes and its output axes."""
     shape = node.weight.shape
     stacked = int("layers" in path.split("."))
     end = stacked + node.n_inputs
@@ -71,7 +71,10 @@ def split(path: str, node: Linear) -> tuple[Sizes, Sizes, Sizes]:
 
 
 def initial_adapter(model: Any, lora: LoRA, seed: int) -> Adapter:
-    """An adapter that adds nothing yet: `down` is uniform noise as PEFT's, `up` is 0. Each depends on (seed, path)."""
+    """Initialise an adapter: `down` is uniform noise, as in PEFT, and `up` is 0, so the model starts out unchanged.
+
+    The noise of each layer depends only on (seed, path).
+    """
 
     def noise(path: str, leaf: jax.ShapeDtypeStruct) -> Array:
         draw = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(f"{path}.down".encode())]))
@@ -79,52 +82,52 @@ def initial_adapter(model: Any, lora: LoRA, seed: int) -> Adapter:
         return jnp.asarray(draw.uniform(-width, width, leaf.shape).astype(np.float32))
 
     return {
-        path: {"down": noise(path, one["down"]), "up": jnp.zeros(one["up"].shape)}
-        for path, one in abstract(model, lora).items()
+        path: {"down": noise(path, factors["down"]), "up": jnp.zeros(factors["up"].shape)}
+        for path, factors in abstract(model, lora).items()
     }
 
 
 def attach(model: M, adapter: Adapter, scale: float) -> M:
-    """The model with the adapter beside its weights, for training: they get no gradient of their own."""
-
+    """Return the model with its adapted layers replaced by LoRALinear, for training. Its own weights stay frozen."""
     check_fit(model, adapter)
 
     def add(path: Any, node: Any) -> Any:
-        one = adapter.get(name(path)) if isinstance(node, Linear) else None
-        return node if one is None else LoRALinear(node, one["down"], one["up"] * scale)
+        factors = adapter.get(name(path)) if isinstance(node, Linear) else None
+        return node if factors is None else LoRALinear(node, factors["down"], factors["up"] * scale)
 
     return jax.tree_util.tree_map_with_path(add, model, is_leaf=lambda node: isinstance(node, Linear))
 
 
 def merge(model: M, adapter: Adapter, scale: float) -> M:
-    """The model with the adapter added into its weights, for use."""
-    products = {}
+    """Return the model with the adapter added to its weights, for inference and export."""
+    updates = {}
     for path, (stack, inputs, outputs) in check_fit(model, adapter).items():
-        one = adapter[path]
-        down = one["down"].reshape(*stack, math.prod(inputs), -1)
-        up = one["up"].reshape(*stack, -1, math.prod(outputs))
-        product = jnp.matmul(down, up, precision="highest")  # once, and for good
-        products[f"{path}.weight"] = (scale * product).reshape(*stack, *inputs, *outputs)
+        factors = adapter[path]
+        down = factors["down"].reshape(*stack, math.prod(inputs), -1)
+        up = factors["up"].reshape(*stack, -1, math.prod(outputs))
+        product = jnp.matmul(down, up, precision="highest")  # computed only once, so accuracy comes first
+        updates[f"{path}.weight"] = (scale * product).reshape(*stack, *inputs, *outputs)
 
     def add(path: Any, leaf: Array) -> Array:
-        more = products.get(name(path))
-        return leaf if more is None else (leaf.astype(jnp.float32) + more).astype(leaf.dtype)
+        change = updates.get(name(path))
+        return leaf if change is None else (leaf.astype(jnp.float32) + change).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(add, model)
 
 
 def check_fit(model: Any, adapter: Adapter) -> dict[str, tuple[Sizes, Sizes, Sizes]]:
-    """The `split` of each weight that the adapter adds to; the model must have it."""
-    every = dict(linears(model))
-    missing = [path for path in adapter if path not in every]
+    """Return the `split` of each adapted weight; raise an InputError if the adapter does not fit the model."""
+    layers = dict(linears(model))
+    missing = [path for path in adapter if path not in layers]
     if missing:
         raise InputError(
-            f"the adapter adds to what the model does not have: {', '.join(missing)}{did_you_mean(missing[0], every)}"
+            f"the model does not have these layers of the adapter: {', '.join(missing)}"
+            f"{did_you_mean(missing[0], layers)}"
         )
-    found = {path: split(path, every[path]) for path in adapter}
-    for path, one in adapter.items():
-        got = (one["down"].shape, one["up"].shape)
-        want = shapes(found[path], one["down"].shape[-1])
-        if got != want:
-            raise InputError(f"the adapter of {path} has shapes {got}; the model asks for {want}")
-    return found
+    splits = {path: split(path, layers[path]) for path in adapter}
+    for path, factors in adapter.items():
+        got = (factors["down"].shape, factors["up"].shape)
+        expected = shapes(splits[path], factors["down"].shape[-1])
+        if got != expected:
+            raise InputError(f"the adapter of {path} has shapes {got}, expected {expected} for this model")
+    return splits

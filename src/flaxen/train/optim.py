@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, out of optax; which weights are decayed is a table over paths."""
+"""Optimizers and learning-rate schedules, built from optax. Tables over paths say how each weight is treated."""
 
 import math
 from collections.abc import Callable
@@ -14,16 +14,18 @@ from flaxen.errors import InputError, did_you_mean
 from flaxen.train.settings import Optimizer, Schedule
 from flaxen.tree import first_match, leaves, map_leaves
 
+# Which weights get weight decay; the first matching pattern counts, here and below.
 DECAYED = (
     ("*norm.weight", False), ("*bias.weight", False), ("*.bias", False), ("bias", False), ("*.content", False),
     ("*.distance", False), ("*", True),
 )  # fmt: skip
-CODEBOOKS = (("*codebook.*", True), ("*", False))  # running means: no gradient moves them
-STACKED = (("*layers.*", True), ("*", False))  # whose first axis is the layer
-# Of a weight or of an adapter's first half: [heads, head size], [channels, height, width], one axis elsewhere. The last
-# axis is never one of them: Transformer-VQ has its heads in one.
+CODEBOOKS = (("*codebook.*", True), ("*", False))  # running means, not updated by gradients
+STACKED = (("*layers.*", True), ("*", False))  # weights whose first axis is the layer
+# Number of input axes of a weight, or of the `down` factor of an adapter: [heads, head size] for attention outputs,
+# [channels, height, width] for patches, one axis elsewhere. `per_matrix` always leaves at least one output axis,
+# because Transformer-VQ merges its heads into one axis.
 INPUT_AXES = (("*.o.weight", 2), ("*.o.down", 2), ("*patches.weight", 3), ("*patches.down", 3), ("*", 1))
-# Muon is for matrices that map features to features. The rest, whose rows are looked up or which scale, is Adam's.
+# Muon is meant for matrices that map features to features. Embeddings, norms, biases and scales are trained by Adam.
 ADAM = (
     "*embedding.*", "*head.*", "*positions*", "*first", "*norm.weight", "*bias.weight", "*.bias", "bias", "scale",
     "*.content", "*.distance",
@@ -32,7 +34,10 @@ RULE = (*((glob, "adam") for glob in ADAM), ("*", "muon"))
 
 
 def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Array], Array]:
-    """The rate of update number `step`, counted from 0. It is never 0: the first and the last update count too."""
+    """Return the learning-rate schedule: a function from the step, counted from 0, to the learning rate.
+
+    The rate is above 0 at every step including the first and the last, so that no update is wasted.
+    """
     steps = schedule.steps or steps
     warmup = steps // 50 if schedule.warmup is None else schedule.warmup
     floor = schedule.floor
@@ -42,6 +47,7 @@ def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Arra
         return _original_rate(schedule, peak, warmup, steps - warmup)
 
     def progress(t: Array, first: int | float) -> Array:
+        """Fraction of the decay that is completed at step t, which counts from 1; below 1 at the last step."""
         return jnp.clip((t - first) / (steps + 1 - first), 0.0, 1.0)
 
     laws: dict[str, Callable[[Array], Array]] = {
@@ -60,15 +66,17 @@ def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Arra
 
 
 def _original_rate(schedule: Schedule, peak: float, warmup: int, n: int) -> Callable[[Array], Array]:
-    """As the original Transformer-VQ has it: the first of a warmup is 0, and inverse-sqrt grows (a mistake of it)."""
+    """Schedule of the original Transformer-VQ: warmup starts at 0, and inverse-sqrt grows (a bug in the original)."""
     floor = schedule.floor
     laws: dict[str, Callable[[Array], Array]] = {
-        "linear": lambda share: 1 - (1 - floor) * share,
-        "cosine": lambda share: floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * share)),
-        "inverse-sqrt": lambda share: floor + (1 - floor) / jnp.sqrt(1 - share),
+        "linear": lambda progress: 1 - (1 - floor) * progress,
+        "cosine": lambda progress: floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+        "inverse-sqrt": lambda progress: floor + (1 - floor) / jnp.sqrt(1 - progress),
     }
     if schedule.name not in laws:
-        raise InputError(f"schedule.reference knows {', '.join(laws)}, not {schedule.name}")
+        raise InputError(
+            f"schedule.name must be one of {', '.join(laws)} with schedule.reference, got {schedule.name!r}"
+        )
 
     def rate(step: Array) -> Array:
         t = jnp.asarray(step, jnp.float32)
@@ -78,83 +86,92 @@ def _original_rate(schedule: Schedule, peak: float, warmup: int, n: int) -> Call
 
 
 def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> optax.GradientTransformation:
-    """Clip, take the optimizer's direction, decay, scale by the rate. Decay is decoupled: rate · weight_decay · w."""
+    """Chain gradient clipping, the update rule, decoupled weight decay (rate · weight_decay · w) and the learning rate.
+
+    Frozen weights and codebooks are excluded from the chain: the former stay, the latter are running means.
+    """
     chain = [] if optimizer.clip == 0 else [optax.clip_by_global_norm(optimizer.clip)]
     chain += _direction(optimizer)
     decay, scaled = optimizer.option("weight_decay"), optax.scale_by_learning_rate(rate)
-    if optimizer.reference:  # decay is weight_decay · w whatever the rate
-        every = optax.chain(*chain, scaled, optax.add_decayed_weights(-decay, mask=_decayed))
+    if optimizer.reference:  # decay is weight_decay · w, not multiplied by the learning rate
+        trained = optax.chain(*chain, scaled, optax.add_decayed_weights(-decay, mask=_decay_mask))
     elif decay:
-        every = optax.chain(*chain, optax.add_decayed_weights(decay, mask=_decayed), scaled)
+        trained = optax.chain(*chain, optax.add_decayed_weights(decay, mask=_decay_mask), scaled)
     else:
-        every = optax.chain(*chain, scaled)
+        trained = optax.chain(*chain, scaled)
     groups = {
-        "trained": every,
+        "trained": trained,
         "frozen": optax.set_to_zero(),
         "codebook": running_means(optimizer.codebook, optimizer.restart),
     }
 
     def labels(params: Any) -> Any:
-        still = frozen(optimizer, params)
+        is_frozen = frozen(optimizer, params)
         names = map_leaves(lambda path, _: "codebook" if first_match(CODEBOOKS, path) else "trained", params)
-        return jax.tree.map(lambda one, name: "frozen" if one else name, still, names)
+        return jax.tree.map(lambda freeze, name: "frozen" if freeze else name, is_frozen, names)
 
-    def chosen(params: Any) -> optax.GradientTransformation:
-        """One group needs no partition."""
-        return every if set(jax.tree.leaves(labels(params))) == {"trained"} else optax.partition(groups, labels)
+    def select(params: Any) -> optax.GradientTransformation:
+        """Skip the partition if all weights are trained, to keep the optimizer state simple."""
+        return trained if set(jax.tree.leaves(labels(params))) == {"trained"} else optax.partition(groups, labels)
 
     return optax.GradientTransformation(
-        lambda params: chosen(params).init(params),
-        lambda gradient, state, params=None: chosen(params).update(gradient, state, params),
+        lambda params: select(params).init(params),
+        lambda gradient, state, params=None: select(params).update(gradient, state, params),
     )
 
 
 def norm(gradient: Any) -> Array:
-    """Of all that is learnt by gradients."""
+    """Global norm of the gradient, without codebooks: theirs holds statistics, not a gradient."""
     return optax.tree.norm([leaf for path, leaf in leaves(gradient).items() if not first_match(CODEBOOKS, path)])
 
 
 def running_means(decay: float, restart: float) -> optax.GradientTransformation:
-    """Codebooks: sums and counts become decay · old + (1 - decay) · new, where the gradient is minus the new.
+    """Update codebooks as running means: sums and counts become decay · old + (1 - decay) · new.
 
-    A code whose count has fallen below `restart` takes half of what one of the fullest has, and a little noise.
+    The model's "gradient" of a codebook is minus its new statistics. A dead code, whose count has fallen below
+    `restart`, takes over half of the sum and count of one of the most frequent codes, with a little noise.
     """
 
     def update(gradient: Any, state: Array, params: Any = None) -> tuple[Any, Array]:
         moved = jax.tree.map(lambda g, old: decay * old - (1 - decay) * g, gradient, params)
         if restart:
-            found = leaves(moved)
-            for path, counts in found.items():
+            arrays = leaves(moved)
+            for path, counts in arrays.items():
                 if path.endswith("codebook.count"):
-                    place = path.removesuffix("count") + "sum"
+                    sum_path = path.removesuffix("count") + "sum"
                     key = jax.random.fold_in(jax.random.key(0), state)
-                    found[place], found[path] = _revived(found[place], counts, restart, key)
-            moved = map_leaves(lambda path, _: found[path], moved)
+                    arrays[sum_path], arrays[path] = _restart_dead_codes(arrays[sum_path], counts, restart, key)
+            moved = map_leaves(lambda path, _: arrays[path], moved)
+        # optax adds updates to the parameters, so return the difference.
         return jax.tree.map(jnp.subtract, moved, params), state + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
 
-def _revived(sums: Array, counts: Array, least: float, key: Array) -> tuple[Array, Array]:
-    """Over the last axis of counts [..., M], with sums [..., M, H]."""
-    dead = counts < least
-    fullest = jnp.argsort(-counts, axis=-1)
-    rank = jnp.argsort(fullest, axis=-1)  # 0 for the fullest code
-    turn = jnp.cumsum(dead, axis=-1) - 1  # the how-manieth dead one
-    donor = jnp.take_along_axis(fullest, jnp.maximum(turn, 0), axis=-1)
-    given = jnp.take_along_axis(counts, donor, axis=-1)
-    revived = dead & (given > 2 * least)
-    # A code gives if it is among the fullest, as many as there are to revive, and has enough for two.
-    gives = (rank < dead.sum(-1, keepdims=True)) & (counts > 2 * least)
-    half = jnp.where(gives, counts / 2, counts)
-    sums = jnp.where(gives[..., None], sums / 2, sums)
+def _restart_dead_codes(sums: Array, counts: Array, threshold: float, key: Array) -> tuple[Array, Array]:
+    """Pair the n-th dead code with the n-th most frequent one and split the latter's statistics between both.
+
+    Codes are on the last axis of `counts` [..., M] and the last but one of `sums` [..., M, H].
+    """
+    dead = counts < threshold
+    by_count = jnp.argsort(-counts, axis=-1)  # indices of the codes, most frequent first
+    rank = jnp.argsort(by_count, axis=-1)  # 0 for the most frequent code
+    dead_index = jnp.cumsum(dead, axis=-1) - 1  # index among dead codes
+    donor = jnp.take_along_axis(by_count, jnp.maximum(dead_index, 0), axis=-1)
+    donor_count = jnp.take_along_axis(counts, donor, axis=-1)
+    restarted = dead & (donor_count > 2 * threshold)
+    # A donor must stay above the threshold after halving. There are as many candidates as dead codes.
+    donates = (rank < dead.sum(-1, keepdims=True)) & (counts > 2 * threshold)
+    halved = jnp.where(donates, counts / 2, counts)
+    sums = jnp.where(donates[..., None], sums / 2, sums)
     copied = jnp.take_along_axis(sums, donor[..., None], axis=-2)
-    shaken = copied * (1 + 0.01 * jax.random.normal(key, sums.shape))
-    return jnp.where(revived[..., None], shaken, sums), jnp.where(revived, given / 2, half)
+    # Without noise, both codes would be equal and the first would win every key.
+    noisy = copied * (1 + 0.01 * jax.random.normal(key, sums.shape))
+    return jnp.where(restarted[..., None], noisy, sums), jnp.where(restarted, donor_count / 2, halved)
 
 
 def frozen(optimizer: Optimizer, params: Any) -> Any:
-    """True for each weight that stays as it is."""
+    """Return a tree that is True for each frozen weight."""
     names = list(leaves(params))
     for glob in optimizer.freeze:
         if not any(fnmatchcase(name, glob) for name in names):
@@ -167,6 +184,7 @@ def frozen(optimizer: Optimizer, params: Any) -> Any:
 
 
 def _direction(optimizer: Optimizer) -> list[optax.GradientTransformation]:
+    """Build the update rule, before weight decay and learning rate."""
     option, scale = optimizer.option, per_matrix(optax.scale_by_param_block_rms())
     match optimizer.name:
         case "adamw":
@@ -179,20 +197,21 @@ def _direction(optimizer: Optimizer) -> list[optax.GradientTransformation]:
             return [optax.scale_by_lion(option("b1"), option("b2"), jnp.bfloat16 if optimizer.reference else None)]
         case "muon":
             adam = optax.scale_by_adam(option("b1"), option("b2"), option("eps"))
-            # Scaled to the size of Adam's usual update, so that one learning rate serves both.
-            muon = optax.chain(optax.contrib.scale_by_muon(beta=option("momentum")), _times_root_of_longer_side(0.2))
-            return [optax.partition({"adam": adam, "muon": per_matrix(muon)}, _rules)]
+            # Scale to the RMS of a typical Adam update, so that one learning rate works for both.
+            muon = optax.chain(optax.contrib.scale_by_muon(beta=option("momentum")), _scale_by_sqrt_longer_side(0.2))
+            return [optax.partition({"adam": adam, "muon": per_matrix(muon)}, _muon_groups)]
     raise AssertionError(optimizer.name)
 
 
 def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`transform`, shown each weight as the matrices that a checkpoint has: one per layer, inputs × outputs.
+    """Apply `transform` to each weight as the matrices that a checkpoint has: one per layer, inputs × outputs.
 
-    A stack of layers is one array here, and a projection has an axis for its heads. To Adafactor or Muon, which look
-    at rows, columns and norms of a whole weight, that would be another weight.
+    Our arrays stack all layers and have separate axes for heads. Adafactor and Muon, which use rows, columns and norms
+    of a weight, would give other results on these shapes.
     """
 
     def view(path: str, leaf: Array) -> Array:
+        """Reshape to [layers or 1, inputs, outputs]; vectors to [layers or 1, n]."""
         lead = leaf.shape[:1] if first_match(STACKED, path) else (1,)
         rest = leaf.shape[1:] if first_match(STACKED, path) else leaf.shape
         if len(rest) < 2:
@@ -207,21 +226,24 @@ def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransfo
         return {path: jax.vmap(transform.init)(leaf) for path, leaf in views(params).items()}
 
     def update(updates: Any, state: dict[str, Any], params: Any = None) -> tuple[Any, dict[str, Any]]:
-        weights, done, fresh = views(params), {}, {}
+        weights, new_updates, new_state = views(params), {}, {}
         for path, leaf in views(updates).items():
-            done[path], fresh[path] = jax.vmap(transform.update)(leaf, state[path], weights[path])
-        return map_leaves(lambda path, leaf: done[path].reshape(leaf.shape), updates), fresh
+            new_updates[path], new_state[path] = jax.vmap(transform.update)(leaf, state[path], weights[path])
+        return map_leaves(lambda path, leaf: new_updates[path].reshape(leaf.shape), updates), new_state
 
     return optax.GradientTransformation(init, update)
 
 
-def _times_root_of_longer_side(factor: float) -> optax.GradientTransformation:
+def _scale_by_sqrt_longer_side(factor: float) -> optax.GradientTransformation:
+    """Multiply by factor · sqrt(longer side): an orthogonal matrix has an RMS of 1 / sqrt(longer side)."""
     return optax.stateless_with_tree_map(lambda g, _: factor * max(g.shape) ** 0.5 * g)
 
 
-def _decayed(params: Any) -> Any:
+def _decay_mask(params: Any) -> Any:
+    """Return a tree that is True for each weight with weight decay."""
     return map_leaves(lambda path, _: first_match(DECAYED, path), params)
 
 
-def _rules(params: Any) -> Any:
+def _muon_groups(params: Any) -> Any:
+    """Label each weight "muon" or "adam"."""
     return map_leaves(lambda path, _: first_match(RULE, path), params)

@@ -1,9 +1,9 @@
-"""The directory of a run: what it was told, what it measured, what it made.
+"""The directory of a run: its settings, metrics, checkpoints and models, and the checks before a run is resumed.
 
-config.toml    every setting, resolved          checkpoints/   to go on from
-run.json       model, data, versions, machine   model/  best/  in Hugging Face form
-metrics.jsonl  one record per line              predictions/   what it wrote at each evaluation
-codebooks.png  of a Transformer-VQ: which codes are used, and how alike they are
+config.toml    all settings, resolved           checkpoints/   to resume from
+run.json       model, data, versions, machine   model/  best/  in Hugging Face format
+metrics.jsonl  one record per line              predictions/   text generated at each evaluation
+codebooks.png  for a Transformer-VQ: how often each code is used, and how similar codes are
 """
 
 import fcntl
@@ -24,6 +24,7 @@ import tomli_w
 from flaxen.atomic import atomic_file
 from flaxen.errors import InputError
 
+# File names, as glob patterns, that may exist in a run directory.
 CONTENTS = (
     "config.toml",
     "run.json",
@@ -37,17 +38,19 @@ CONTENTS = (
     "events.*",
     ".*.partial",
 )
+# File names that may exist before config.toml is written.
 BEGUN = ("run.json", "lock", ".*.partial")
-# What may change when a run goes on, because no number of the training depends on it. Data is known by its digest.
+# Settings that may change when a run is resumed, because they do not affect training. Data is compared by its digest.
 FREE = ("out", "data.*", "tracking.*", "training.log_every", "training.eval_*", "training.save_every", "training.keep*")
+# Packages whose versions are recorded in run.json.
 PACKAGES = ("flaxen", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-Complete = Callable[[dict[str, Any]], dict[str, Any]]
+Complete = Callable[[dict[str, Any]], dict[str, Any]]  # adds defaults to a saved configuration
 
 
 class RunFiles:
-    """Every name inside a run directory."""
+    """Paths of the files in a run directory."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -62,41 +65,41 @@ class RunFiles:
         self.codebooks = directory / "codebooks.png"
 
     def new_predictions(self, step: int) -> Path:
-        """Where the predictions of an evaluation go."""
+        """Path for the predictions of the evaluation at this step; creates its directory."""
         self.predictions.mkdir(exist_ok=True)
         return self.predictions / f"step-{step}.jsonl"
 
     def records(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl, line by line."""
+        """Read all records of metrics.jsonl."""
         return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
 
 
 class Run(RunFiles):
-    """A run directory that this process holds: no other can train in it meanwhile."""
+    """A run directory locked by this process, so that no other process can train in it."""
 
     def __init__(self, directory: Path, config: dict[str, Any], fingerprint: dict[str, Any], complete: Complete = dict):
-        """Open a new directory, or one of the same run."""
+        """Create the run directory, or open an existing one to resume the same run."""
         check(directory, config, complete)
         super().__init__(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        self._held = _hold(self.lock)
+        self._lock_file = _acquire_lock(self.lock)
         try:
             if self.config.exists():
                 check_fingerprint(directory, fingerprint)
             else:
-                _write(self.fingerprint, json.dumps(_circumstances() | {"resolved": fingerprint}, indent=2) + "\n")
-            # Also when the run is resumed: what may change has changed, such as where the data lies.
+                _write(self.fingerprint, json.dumps(_environment() | {"resolved": fingerprint}, indent=2) + "\n")
+            # Also when the run is resumed: settings in FREE, such as the path of the data, may have changed.
             _write(self.config, tomli_w.dumps(config))
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Let another process have it."""
-        self._held.close()
+        """Release the lock."""
+        self._lock_file.close()
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of steps that are about to be made again, and half a line that a kill may have left."""
+        """Delete metrics of steps after the checkpoint, which will be repeated, and a last line cut off by a kill."""
         if not self.metrics.exists():
             return
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -105,86 +108,101 @@ class Run(RunFiles):
             _write(self.metrics, "".join(kept))
 
     def record(self, values: dict[str, Any]) -> None:
+        """Append a record to metrics.jsonl."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
 
 def check(directory: Path, config: dict[str, Any], complete: Complete = dict) -> None:
-    """Refuse a directory that holds something else, or a run with other settings. `complete` adds the defaults of
-    settings that there were not yet when the run began."""
+    """Raise an InputError if the directory is not a run directory, or its run cannot be resumed with these settings.
+
+    `complete` adds the defaults of settings that did not exist yet when the run was started.
+    """
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"{directory} is a file; --out must be a directory for the run")
-    here = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    # Without config.toml, only what a kill at the very start leaves: checkpoints would be those of who knows which run.
-    known = CONTENTS if "config.toml" in here else BEGUN
-    strange = [name for name in here if not any(fnmatchcase(name, one) for one in known)]
-    if strange:
+        raise InputError(f"{directory} is a file; --out must be a directory")
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    # Without config.toml, accept only what a process killed at the very start leaves: checkpoints without their
+    # settings could belong to any run.
+    allowed = CONTENTS if "config.toml" in names else BEGUN
+    unexpected = [name for name in names if not any(fnmatchcase(name, glob) for glob in allowed)]
+    if unexpected:
         raise InputError(
-            f"{directory} holds something else than a run of Flaxen ({', '.join(strange[:5])}); choose another --out"
+            f"{directory} already exists and is not a Flaxen run directory (it contains {', '.join(unexpected[:5])}); "
+            "choose another --out"
         )
-    if "config.toml" in here:
+    if "config.toml" in names:
         before, now = flat(complete(read_config(directory))), flat(config)
         fixed = [name for name in sorted({*before, *now}) if not any(fnmatchcase(name, free) for free in FREE)]
         _refuse_changes(directory, {name: (before.get(name), now.get(name)) for name in fixed})
 
 
 def check_fingerprint(directory: Path, fingerprint: dict[str, Any]) -> None:
-    """Refuse to go on with another model or other data than the run began with: `fingerprint` has sizes and digests."""
+    """Raise an InputError if the model or the data differ from those the run was started with.
+
+    `fingerprint` has the sizes of the model and the digests of the data.
+    """
     before = flat(json.loads(RunFiles(directory).fingerprint.read_text(encoding="utf-8"))["resolved"])
     now = flat(json.loads(json.dumps(fingerprint)))
-    # A field that configurations did not have when the run began is at its default, which changes nothing.
+    # A model field that did not exist when the run was started has its default value, which changes nothing.
     new = {name for name in now if name not in before and name.startswith("model.")}
     names = sorted({*before, *now} - new)
     _refuse_changes(directory, {name: (before.get(name), now.get(name)) for name in names})
 
 
 def _refuse_changes(directory: Path, pairs: dict[str, tuple[Any, Any]]) -> None:
-    changed = [f"  {name}: was {_shown(old)}, is {_shown(new)}" for name, (old, new) in pairs.items() if old != new]
+    """Raise an InputError that lists all values that differ; `pairs` has (old, new) by name."""
+    changed = [
+        f"  {name}: was {_format_value(old)}, is {_format_value(new)}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
     if changed:
         raise InputError(
-            f"{directory} holds another run, which cannot go on with something changed:\n" + "\n".join(changed) + "\n"
-            f"Set it back, or choose another --out (to start from its weights: --model.init "
+            f"cannot resume the run in {directory} with changed settings or data:\n" + "\n".join(changed) + "\n"
+            f"Restore the old values, or choose another --out (to start from the weights of this run: --model.init "
             f"{RunFiles(directory).model})"
         )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The settings of a run that exists."""
+    """Read the settings of an existing run."""
     path = RunFiles(directory).config
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{directory} is no run directory: it has no config.toml") from None
+        raise InputError(f"{directory} is not a run directory: it has no config.toml") from None
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not valid TOML: {error}") from None
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'training.steps': 100, …}"""
+    """Flatten nested settings into {'training.steps': 100, …}."""
     items: dict[str, Any] = {}
     for name, value in config.items():
         items |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return items
 
 
-def _hold(lock: Path) -> TextIO:
-    """Held until it is closed or the process ends, however it ends."""
+def _acquire_lock(lock: Path) -> TextIO:
+    """Lock a file. The lock is released when the file is closed or the process ends, even if it is killed."""
     file = lock.open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise InputError(
-            f"another process is training in {lock.parent}; wait for it, or choose another --out"
+            f"another process is training in {lock.parent}; wait for it to finish or choose another --out"
         ) from None
     return file
 
 
-def _circumstances() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
+    """Describe how the run was started: command line, time, Python, machine and package versions."""
+
     def installed(name: str) -> str | None:
         try:
             return version(name)

@@ -1,4 +1,4 @@
-"""What a training run can be told: frozen dataclasses that are flags, recipe files and the run's own record."""
+"""Training settings: frozen dataclasses that serve as command-line flags, recipe files and config.toml of a run."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from flaxen.errors import InputError
 
-# What each optimizer can be told beside its learning rate, and what it takes if it is told nothing.
+# The options of each optimizer besides the learning rate, with their default values.
 OPTIONS: dict[str, dict[str, float]] = {
     "adamw": {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     "adamw-rms": {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
@@ -15,147 +15,160 @@ OPTIONS: dict[str, dict[str, float]] = {
     "lion": {"b1": 0.9, "b2": 0.99, "weight_decay": 0.0},
     "muon": {"momentum": 0.95, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
 }
+# Default peak learning rate of each optimizer.
 RATES = {"adamw": 1e-3, "adamw-rms": 2e-2, "adafactor": 1e-2, "lion": 1e-4, "muon": 1e-3}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate moves. Each begins with a linear warmup."""
+    """Learning-rate schedule. Every schedule starts with a linear warmup."""
 
     name: Literal["linear", "cosine", "inverse-sqrt", "constant", "warmup-stable-decay"] = "cosine"
-    """After the warmup: straight or cosine to the floor; peak · sqrt(warmup / step); flat; or flat and, in the last
-    `decay` of the run, straight to the floor."""
+    """Learning-rate schedule after the warmup.
+    linear and cosine decay to the floor; inverse-sqrt is peak · sqrt(warmup / step); constant stays at the peak;
+    warmup-stable-decay stays at the peak, then decays linearly to the floor over the last `decay` of the run."""
     warmup: int | None = None
-    """Steps from nothing to the peak. Default: a fiftieth of the run."""
+    """Number of warmup steps, from a rate of 0 to the peak. Default: a fiftieth of the steps."""
     floor: float = 0.0
-    """Share of the peak that is left at the end (linear, cosine, warmup-stable-decay)."""
+    """Final learning rate as a fraction of the peak, 0 to 1 (linear, cosine and warmup-stable-decay only)."""
     decay: float = 0.1
-    """Share of the run in which warmup-stable-decay decays."""
+    """Fraction of the run over which the rate decays (warmup-stable-decay only)."""
     steps: int | None = None
-    """Steps that it takes, if not the whole run; the rest is trained at the floor."""
+    """Number of steps the schedule spans; any further steps train at the floor. Default: the whole run."""
     reference: bool = False
-    """As the original Transformer-VQ: the first step of the warmup has rate 0; floor 0.1 is its own."""
+    """Reproduce the original Transformer-VQ schedule: the warmup starts at rate 0 (the original sets floor to 0.1)."""
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 0:
-            raise InputError(f"schedule.warmup must not be negative, got {self.warmup}")
+            raise InputError(f"schedule.warmup must be at least 0, got {self.warmup}")
         if not 0 <= self.floor <= 1 or not 0 < self.decay <= 1:
-            raise InputError(f"schedule.floor and decay are shares in 0 … 1, got {self.floor} and {self.decay}")
-        if self.name == "inverse-sqrt" and self.warmup == 0 and not self.reference:
             raise InputError(
-                "schedule.name inverse-sqrt falls from the end of the warmup; schedule.warmup must not be 0"
+                "schedule.floor must be between 0 and 1, and schedule.decay above 0 and at most 1, "
+                f"got {self.floor} and {self.decay}"
             )
+        if self.name == "inverse-sqrt" and self.warmup == 0 and not self.reference:
+            raise InputError("schedule.warmup must be at least 1 with schedule.name inverse-sqrt, got 0")
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Which direction an update takes, and how far."""
+    """Optimizer: update rule, learning rate, gradient clipping and frozen weights."""
 
     name: Literal["adamw", "adamw-rms", "adafactor", "lion", "muon"] = "adamw-rms"
-    """adamw-rms is AdamW whose update of a weight is scaled by that weight's root mean square."""
+    """Optimizer. adamw-rms is AdamW with each weight's update scaled by the root mean square of that weight."""
     learning_rate: float | None = None
-    """Peak. Default: adamw 1e-3, adamw-rms 2e-2, adafactor 1e-2, lion 1e-4, muon 1e-3."""
+    """Peak learning rate. Default: adamw 1e-3, adamw-rms 2e-2, adafactor 1e-2, lion 1e-4, muon 1e-3."""
     weight_decay: float | None = None
-    """Decoupled, not on norms and relative biases. Default 0."""
+    """Decoupled weight decay, not applied to norms, biases and relative position biases. Default: 0."""
     b1: float | None = None
-    """Decay of the first moment (adamw, adamw-rms, lion, muon's Adam). Default 0.9."""
+    """Decay rate of the first moment (adamw, adamw-rms, lion, Adam part of muon). Default: 0.9."""
     b2: float | None = None
-    """Decay of the second moment. Default 0.999; lion 0.99."""
+    """Decay rate of the second moment (adamw, adamw-rms, lion, Adam part of muon). Default: 0.999; lion 0.99."""
     eps: float | None = None
-    """Added to the root of the second moment. Default 1e-8."""
+    """Adam's epsilon, added to the square root of the second moment (adamw, adamw-rms, muon). Default: 1e-8."""
     momentum: float | None = None
-    """Of muon. Default 0.95."""
+    """Momentum (muon only). Default: 0.95."""
     clip: float = 1.0
-    """Largest norm of the gradient; a longer one is shortened to it. 0 turns it off."""
+    """Gradient clipping: maximum global norm of the gradient; 0 disables clipping."""
     codebook: float = 0.99
-    """Of Transformer-VQ: how much of a codebook's running means each update keeps."""
+    """Decay rate of the codebooks' running means, at least 0 and below 1 (Transformer-VQ only)."""
     restart: float = 0.0
-    """Of Transformer-VQ: a code whose running count falls below this takes half of a full one's keys. 0: never."""
+    """Restart threshold: a code used less often takes over half of a frequent one; 0: off (Transformer-VQ only)."""
     reference: bool = False
-    """As the original Transformer-VQ: weight decay is not scaled by the rate; lion's momentum is in bfloat16."""
+    """Reproduce the original Transformer-VQ: weight decay not scaled by the rate, momentum of lion in bfloat16."""
     freeze: tuple[str, ...] = ()
-    """Weights that stay as they are, as globs over their paths: 'embedding.*', 'encoder.*'; a wrong one lists them."""
+    """Weights to freeze, as globs over their paths: 'embedding.*', 'encoder.*'.
+    A glob without a match is an error that lists all paths."""
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "b1", "b2", "eps", "momentum"):
             if getattr(self, name) is not None and name not in OPTIONS[self.name]:
                 known = ", ".join(OPTIONS[self.name])
-                raise InputError(f"optimizer {self.name} has no {name} (it has {known}); leave optimizer.{name} out")
+                raise InputError(f"optimizer {self.name} has no option {name}, only {known}; remove optimizer.{name}")
         if self.peak <= 0 or self.clip < 0:
-            raise InputError(f"learning_rate must be positive and clip not negative, got {self.peak}, {self.clip}")
+            raise InputError(
+                "optimizer.learning_rate must be positive, and optimizer.clip at least 0, "
+                f"got {self.peak} and {self.clip}"
+            )
         if not 0 <= self.codebook < 1 or self.restart < 0:
             raise InputError(
-                f"optimizer.codebook is a share below 1 and restart not negative, got {self.codebook}, {self.restart}"
+                "optimizer.codebook must be at least 0 and below 1, and optimizer.restart at least 0, "
+                f"got {self.codebook} and {self.restart}"
             )
 
     def resolved(self) -> "Optimizer":
-        """Every number said, so that a record of it does not depend on today's defaults."""
+        """Fill in all defaults, so that a saved configuration stays valid when the defaults change."""
         options: dict[str, Any] = {name: self.option(name) for name in OPTIONS[self.name]}
         return dataclasses.replace(self, learning_rate=self.peak, **options)
 
     @property
     def peak(self) -> float:
+        """Peak learning rate, given or default."""
         return RATES[self.name] if self.learning_rate is None else self.learning_rate
 
     def option(self, name: str) -> float:
+        """Value of an optimizer option, given or default."""
         given = getattr(self, name)
         return OPTIONS[self.name][name] if given is None else given
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Train low-rank additions to some weights instead of the weights."""
+    """LoRA: train a low-rank update of some weights instead of the weights themselves."""
 
     rank: int = 0
-    """Of the additions; 0 trains the weights themselves."""
+    """LoRA rank; 0 disables LoRA and trains all weights."""
     alpha: float | None = None
-    """Additions are scaled by alpha / rank. Default: 2 · rank."""
+    """LoRA alpha: the low-rank update is scaled by alpha / rank. Default: 2 · rank."""
     targets: tuple[str, ...] = ()
-    """Linear maps to add to, as globs over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and values."""
+    """Linear layers to adapt, as globs over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and values."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
-            raise InputError(f"lora.rank must not be negative, got {self.rank}")
+            raise InputError(f"lora.rank must be at least 0, got {self.rank}")
         if not self.rank and (self.targets or self.alpha is not None):
-            raise InputError("lora.targets and lora.alpha mean nothing without lora.rank; set it, 8 is usual")
+            raise InputError(
+                "lora.targets and lora.alpha have no effect without lora.rank; set it (8 is common) or remove them"
+            )
 
     @property
     def scale(self) -> float:
+        """Factor of the low-rank update: alpha / rank."""
         return 2.0 if self.alpha is None else self.alpha / max(self.rank, 1)
 
 
 @dataclass(frozen=True)
 class Training:
-    """How long, in what portions, and what is kept."""
+    """Training length, batch size, evaluation and checkpoints."""
 
     steps: int | None = None
-    """Updates."""
+    """Number of training steps. Default: given by epochs."""
     epochs: float | None = None
-    """Passes over the training data, instead of steps. Default: one."""
+    """Number of passes over the training data; cannot be combined with steps. Default: 1, unless steps is given."""
     batch_size: int = 32
-    """Examples per update."""
+    """Number of examples per training step."""
     accumulate: int = 1
-    """Pieces that a batch is computed in, one after the other: the same update in less memory."""
+    """Gradient accumulation: number of equal parts a batch is computed in, for the same update in less memory."""
     seed: int = 0
-    """Of the initial weights, the order of examples, their noise, and dropout."""
+    """Random seed of the initial weights, the order of the examples, their noise, and dropout."""
     log_every: int = 20
-    """Steps between records of the training loss."""
+    """Number of steps between log records of the training loss."""
     eval_every: int = 500
-    """Steps between evaluations; there is one at the end as well. 0: only that one."""
+    """Number of steps between evaluations; the last step is always evaluated. 0 evaluates only then."""
     eval_batch_size: int | None = None
-    """Examples per evaluation batch. Default: batch_size / accumulate."""
+    """Number of examples per evaluation batch. Default: batch_size / accumulate."""
     eval_examples: int | None = None
-    """Evaluate on the first so many validation examples. Default: all."""
+    """Number of validation examples to evaluate on, taken from the start. Default: all."""
     save_every: int = 500
-    """Steps between checkpoints; there is one at the end as well. 0: only that one."""
+    """Number of steps between checkpoints; the last step is always saved. 0 saves only then."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """Number of most recent checkpoints to keep; older ones are deleted."""
     keep_best: str | None = None
-    """Keep the checkpoint where this validation metric was best, and export it as best/: loss, accuracy, rougeL, …"""
+    """Validation metric (loss, rougeL, …) of the best checkpoint to keep and export to best/. Default: off."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
-            raise InputError("give the length of the run either as training.steps or as training.epochs, not both")
+            raise InputError("training.steps cannot be combined with training.epochs; remove one of them")
         for name in (
             "steps",
             "epochs",
@@ -170,31 +183,32 @@ class Training:
                 raise InputError(f"training.{name} must be positive, got {value}")
         for name in ("eval_every", "save_every", "seed"):
             if getattr(self, name) < 0:
-                raise InputError(f"training.{name} must not be negative, got {getattr(self, name)}")
+                raise InputError(f"training.{name} must be at least 0, got {getattr(self, name)}")
         if self.batch_size % self.accumulate:
             raise InputError(
-                f"training.batch_size={self.batch_size} cannot be computed in {self.accumulate} equal pieces; "
-                "training.accumulate must divide it"
+                f"training.batch_size={self.batch_size} is not divisible by training.accumulate={self.accumulate}; "
+                "change one of them"
             )
 
     def length(self, examples: int) -> int:
-        """Steps of a run on so many examples."""
+        """Number of training steps, given the number of training examples."""
         return self.steps or max(1, math.ceil((self.epochs or 1.0) * examples / self.batch_size))
 
     @property
     def eval_rows(self) -> int:
+        """Number of examples per evaluation batch, given or default."""
         return self.eval_batch_size or self.batch_size // self.accumulate
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where metrics go beside metrics.jsonl and the screen."""
+    """Experiment trackers that receive the metrics in addition to metrics.jsonl and the console."""
 
     tensorboard: bool = False
-    """Event files in the run directory (needs flaxen[tensorboard])."""
+    """Write TensorBoard event files to the run directory (requires flaxen[tensorboard])."""
     wandb: str | None = None
-    """Weights & Biases project (needs wandb)."""
+    """Weights & Biases project to log to (requires wandb). Default: off."""
     trackio: str | None = None
-    """Trackio project (needs trackio)."""
+    """Trackio project to log to (requires trackio). Default: off."""
     name: str | None = None
-    """Of the run there. Default: the name of its directory."""
+    """Name of the run in Weights & Biases or Trackio. Default: the name of the run directory."""

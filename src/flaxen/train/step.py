@@ -1,4 +1,4 @@
-"""One update of a model: a pure function of the state and a batch."""
+"""The training step: a pure function from the train state and a batch to the next state and its metrics."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from flaxen.errors import InputError, did_you_mean
+from flaxen.errors import InputError, unknown
 from flaxen.nn.hardware import training_options
 from flaxen.nn.loss import Sums
 from flaxen.tasks.task import Task
@@ -18,36 +18,36 @@ from flaxen.train.accumulate import value_and_grad
 from flaxen.train.settings import Optimizer, Schedule, Training
 
 
-def compiled(function: Callable[..., Any], **how: Any) -> jax.stages.Wrapped:
-    """`jax.jit` for programs whose memory is large."""
-    return jax.jit(function, compiler_options=training_options(), **how)
+def compiled(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
+    """Apply `jax.jit` with the compiler options for training, which reduce peak memory."""
+    return jax.jit(function, compiler_options=training_options(), **options)
 
 
 class TrainState(NamedTuple):
-    """All that an update changes."""
+    """Everything that a training step changes."""
 
-    step: Array  # how many updates there have been
+    step: Array  # number of completed training steps
     model: Any
-    optimizer: Any  # optax's state
-    carry: Any = None  # what the last batch leaves to the next, if the task has such a thing
+    optimizer: Any  # state of the optax transformation
+    carry: Any = None  # memory passed from one batch to the next, if the task has any
 
 
 class Metrics(NamedTuple):
-    """What an update says of itself."""
+    """Metrics of a training step, still on the device."""
 
     sums: Sums
-    norm: Array  # of the gradient, before it is clipped
-    rate: Array
+    norm: Array  # gradient norm before clipping
+    rate: Array  # learning rate
 
 
-ModelFrom = Callable[[Any, Any], Any]  # a model out of what is trained and what is not
+ModelFrom = Callable[[Any, Any], Any]  # (trained weights, frozen base) -> model
 
 
 class Stepper:
-    """Compiles what the loop calls: `start`, `update`, `score`.
+    """The compiled functions that the training loop calls: `start`, `update` and `score`.
 
-    What is trained is a model, or a part of one (an adapter): whole(trained, base) is then the model to train with and
-    merged(trained, base) the one to write with. `base` is never changed and no part of the state.
+    The trained weights are a whole model or an adapter of one. For an adapter, whole(trained, base) returns the model
+    to train with and merged(trained, base) the model to generate with. `base` is frozen and not part of the state.
     """
 
     def __init__(
@@ -60,13 +60,12 @@ class Stepper:
         merged: ModelFrom = lambda trained, base: trained,
         base: Callable[[], Any] = lambda: None,
     ):
-        measured = [*task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), *task.generation_metrics]
+        metrics = [*task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), *task.generation_metrics]
         best = training.keep_best
-        if best is not None and best not in measured:
-            there = f"there are {', '.join(measured)}{did_you_mean(best, measured)}"
-            raise InputError(f"training.keep_best={best!r} is not measured; {there}")
+        if best is not None and best not in metrics:
+            raise InputError(f"training.keep_best: {unknown('metric', best, metrics)}")
         if best is not None and next(iter(task.evaluation(1, 1)), None) is None:
-            raise InputError(f"training.keep_best={best!r} needs data to validate on, and there is none")
+            raise InputError(f"training.keep_best={best!r} requires validation data, and there is none")
         self.steps = training.length(task.examples)
         self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
         self.task, self.training = task, training
@@ -79,30 +78,33 @@ class Stepper:
         )
 
     def start(self, model: Any) -> TrainState:
+        """Create the initial state for a model or an adapter."""
         carry = self.task.carry(self.training.batch_size)
         return TrainState(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model), carry)
 
     @cached_property
     def base(self) -> Any:
-        """What is not trained, made when it is needed."""
+        """The frozen weights, loaded on first use."""
         return self._base()
 
     def model(self, trained: Any) -> Any:
-        """The model that writes."""
+        """Return the model to generate with."""
         return self.merged(trained, self.base)
 
     def update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The state one update later; the one given is used up."""
+        """Return the state after one training step, and its metrics; the given state is donated."""
         return self._compiled_update(state, batch, self.base)
 
     def gradient(self, state: TrainState, batch: Any) -> tuple[Sums, Any]:
+        """Compute the loss sums and the gradient of a batch without updating the state."""
         return self._compiled_gradient(state, batch, self.base)[:2]
 
     def score(self, trained: Any, batch: Any, carry: Any = None) -> tuple[Sums, Any]:
-        """Sums over a batch without noise, and what it leaves to the next."""
+        """Compute the loss sums of a batch without noise, and the carry for the next batch."""
         return self._compiled_score(trained, batch, carry, self.base)
 
     def _gradient(self, state: TrainState, batch: Any, base: Any) -> tuple[Sums, Any, Any]:
+        # Noise depends only on (seed, step), so a resumed run draws the same.
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
 
         def loss(trained: Any, *rest: Any) -> tuple[Sums, Any]:
@@ -111,18 +113,18 @@ class Stepper:
         pieces = self.training.accumulate
         divisor = self.task.divisor(batch)
         _, sums, gradient, carry = value_and_grad(loss, state.model, batch, pieces, key, state.carry, divisor)
-        if self.optimizer.freeze:  # then XLA need not compute theirs
-            still = optim.frozen(self.optimizer, gradient)
-            gradient = jax.tree.map(lambda one, leaf: jnp.zeros_like(leaf) if one else leaf, still, gradient)
+        if self.optimizer.freeze:  # XLA then drops the computation of these gradients as dead code
+            is_frozen = optim.frozen(self.optimizer, gradient)
+            gradient = jax.tree.map(lambda frozen, leaf: jnp.zeros_like(leaf) if frozen else leaf, is_frozen, gradient)
         return sums, gradient, carry
 
     def _update(self, state: TrainState, batch: Any, base: Any) -> tuple[TrainState, Metrics]:
         sums, gradient, carry = self._gradient(state, batch, base)
-        changes, memory = self.transform.update(gradient, state.optimizer, state.model)
+        updates, optimizer = self.transform.update(gradient, state.optimizer, state.model)
         report = Metrics(sums, optim.norm(gradient), self.rate(state.step))
-        return TrainState(state.step + 1, optax.apply_updates(state.model, changes), memory, carry), report
+        return TrainState(state.step + 1, optax.apply_updates(state.model, updates), optimizer, carry), report
 
 
 def scorer(task: Task) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:
-    """Sums over a batch without noise, and what it leaves to the next."""
+    """Compile a function that returns the loss sums of a batch without noise, and the carry for the next batch."""
     return compiled(lambda model, batch, carry: task.loss(model, batch, carry, None))

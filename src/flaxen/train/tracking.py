@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard, Weights & Biases or Trackio, for those who ask."""
+"""Experiment tracking: send metrics to TensorBoard, Weights & Biases or Trackio."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from flaxen.errors import InputError
 from flaxen.train.settings import Tracking
 
-# What a setting needs: a module, and how to install it.
+# Setting -> (module it requires, package to install).
 PACKAGES = {
     "tensorboard": ("tensorboardX", "flaxen[tensorboard]"),
     "wandb": ("wandb", "wandb"),
@@ -17,31 +17,34 @@ PACKAGES = {
 
 @runtime_checkable
 class Tracker(Protocol):
+    """A destination for metrics."""
+
     def log(self, values: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...
 
 
 def check(tracking: Tracking) -> None:
-    """Refuse what is not installed, before anything is written."""
+    """Raise an InputError if a requested tracker is not installed, before anything is written."""
     for name in PACKAGES:
         if getattr(tracking, name):
             _module(name)
 
 
 def trackers(tracking: Tracking, directory: Path, config: dict[str, Any]) -> list[Tracker]:
+    """Start the requested trackers for the run in `directory`."""
     name = tracking.name or directory.absolute().name
-    made: list[Tracker] = [TensorBoard(directory)] if tracking.tensorboard else []
+    started: list[Tracker] = [TensorBoard(directory)] if tracking.tensorboard else []
     if tracking.wandb is not None:
         options = {"id": name, "resume": "allow", "dir": str(directory.parent)}
-        made.append(Service("wandb", tracking.wandb, name, config, options))
+        started.append(Service("wandb", tracking.wandb, name, config, options))
     if tracking.trackio is not None:
-        # Not "must" for a run that goes on: the tracker may be new to it.
-        made.append(Service("trackio", tracking.trackio, name, config, {"resume": "allow"}))
-    return made
+        # "allow" rather than "must", also for a resumed run: it may have started without this tracker.
+        started.append(Service("trackio", tracking.trackio, name, config, {"resume": "allow"}))
+    return started
 
 
 class TensorBoard:
-    """Event files, without TensorFlow."""
+    """TensorBoard event files, written without TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
         self._writer = _module("tensorboard").SummaryWriter(str(directory))
@@ -56,7 +59,7 @@ class TensorBoard:
 
 
 class Service:
-    """wandb or trackio, which share their calls."""
+    """Weights & Biases or Trackio, which have the same API."""
 
     def __init__(self, module: str, project: str, name: str, config: dict[str, Any], options: dict[str, Any]) -> None:
         self._service = _module(module)
@@ -70,8 +73,11 @@ class Service:
 
 
 def _module(name: str) -> Any:
+    """Import the module of a tracking setting."""
     module, package = PACKAGES[name]
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise InputError(f"{module} is not installed: pip install '{package}', or leave its flag out") from None
+        raise InputError(
+            f"--tracking.{name} requires {module}; install it with: pip install '{package}', or remove the flag"
+        ) from None
