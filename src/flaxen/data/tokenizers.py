@@ -105,9 +105,9 @@ class JsonTokenizer:
 class SentencePieceTokenizer:
     """Tokenizer of a spiece.model, with T5's extra ids after its pieces."""
 
-    # Segments text as Google's code and transformers 4 do. transformers 5 rebuilds the model in `tokenizers`, and differs:
-    # mT5 loses its byte fallback (a rare character becomes <unk>, a literal "<0x41>" becomes the byte), U+0085 counts as
-    # a space, and among almost equally likely segmentations it may choose another.
+    # Segments text as Google's code and transformers 4 do. transformers 5 rebuilds the model in `tokenizers`, where mT5
+    # loses its byte fallback (a rare character becomes <unk>, a literal "<0x41>" becomes the byte), U+0085 counts as a
+    # space, and the choice among almost equally likely segmentations may differ.
 
     def __init__(self, files: Files) -> None:
         from sentencepiece import SentencePieceProcessor
