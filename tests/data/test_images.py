@@ -278,12 +278,12 @@ def test_images_above_max_pixels_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
 def test_damaged_images_raise_only_unreadable_image(kind: str) -> None:
-    whole, rng, seen = encoded(random_image(20, 20), kind), np.random.default_rng(0), set()
-    assert open_image(whole).size == (20, 20)
+    intact, rng, seen = encoded(random_image(20, 20), kind), np.random.default_rng(0), set()
+    assert open_image(intact).size == (20, 20)
     for _ in range(60):
-        damaged = bytearray(whole)
-        for place in rng.integers(0, len(whole), 6):
+        damaged = bytearray(intact)
+        for place in rng.integers(0, len(intact), 6):
             damaged[place] = rng.integers(256)
         with contextlib.suppress(UnreadableImage):
-            seen.add(open_image(bytes(damaged[: rng.integers(1, len(whole) + 1)]), 1 << 20).mode)
+            seen.add(open_image(bytes(damaged[: rng.integers(1, len(intact) + 1)]), 1 << 20).mode)
     assert seen <= {"RGB"}

@@ -113,9 +113,9 @@ def test_each_epoch_contains_each_example_once(batch: int, n: int) -> None:
 def test_rows_of_a_batch_equal_a_slice_of_it(step: int, batch: int, n: int, seed: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, batch))
     count = data.draw(st.integers(0, batch - first))
-    whole = examples(step, (0, batch), batch, n, seed)
-    assert len(whole) == batch
-    np.testing.assert_array_equal(examples(step, (first, count), batch, n, seed), whole[first : first + count])
+    full_batch = examples(step, (0, batch), batch, n, seed)
+    assert len(full_batch) == batch
+    np.testing.assert_array_equal(examples(step, (first, count), batch, n, seed), full_batch[first : first + count])
 
 
 @pytest.mark.parametrize("n", [0, -1, 2**40 + 1])

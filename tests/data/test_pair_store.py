@@ -59,11 +59,11 @@ def test_batches_have_similar_lengths_in_random_order() -> None:
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=50), st.integers(1, 6))
 def test_shapes_are_few_and_fit_all_lengths(lengths: list[int], count: int) -> None:
-    found = shapes(np.array(lengths), count)
-    assert 1 <= len(found) <= count
-    assert all(shape % 16 == 0 for shape in found)
-    assert found[-1] - 16 < max(lengths) <= found[-1]
-    assert all(fitting(length, found) >= length for length in lengths)
+    buckets = shapes(np.array(lengths), count)
+    assert 1 <= len(buckets) <= count
+    assert all(shape % 16 == 0 for shape in buckets)
+    assert buckets[-1] - 16 < max(lengths) <= buckets[-1]
+    assert all(fitting(length, buckets) >= length for length in lengths)
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=80))

@@ -55,8 +55,8 @@ def test_every_format_gives_the_same_pairs(tmp_path: Path) -> None:
 
 def test_templates_and_nested_paths(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", NESTED)
-    found = pairs_of(path, source="{questions.*.q} {{of}} {text}", target="questions.*.a")
-    assert found == [
+    pairs = pairs_of(path, source="{questions.*.q} {{of}} {text}", target="questions.*.a")
+    assert pairs == [
         Pair("m/0", "who? {of} talk", "Ann"),
         Pair("m/1", "why? {of} talk", "so"),
         Pair("n/0", "when? {of} more", "now"),
@@ -64,7 +64,7 @@ def test_templates_and_nested_paths(tmp_path: Path) -> None:
     assert [pair.target for pair in pairs_of(path, source="text", target="questions.0.a")] == ["Ann", "now"]
     pq.write_table(pa.Table.from_pylist(NESTED), tmp_path / "a.parquet")
     assert (
-        pairs_of(str(tmp_path / "a.parquet"), source="{questions.*.q} {{of}} {text}", target="questions.*.a") == found
+        pairs_of(str(tmp_path / "a.parquet"), source="{questions.*.q} {{of}} {text}", target="questions.*.a") == pairs
     )
 
 

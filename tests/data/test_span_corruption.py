@@ -96,9 +96,9 @@ def test_lengths_are_the_largest_that_fit(input_length: int, noise_density: floa
     [
         ((3, 0.15, 3.0), "input_length must be at least 4, got 3"),
         ((-1, 0.15, 3.0), "input_length must be at least 4, got -1"),
-        ((512, 0.0, 3.0), "noise_density must be between 0 and 1, got 0.0"),
-        ((512, 1.0, 3.0), "noise_density must be between 0 and 1, got 1.0"),
-        ((512, float("nan"), 3.0), "noise_density must be between 0 and 1, got nan"),
+        ((512, 0.0, 3.0), "noise_density must be above 0 and below 1, got 0.0"),
+        ((512, 1.0, 3.0), "noise_density must be above 0 and below 1, got 1.0"),
+        ((512, float("nan"), 3.0), "noise_density must be above 0 and below 1, got nan"),
         ((512, 0.15, 0.5), "mean_span must be at least 1 token, got 0.5"),
         ((512, 0.15, float("inf")), "mean_span must be at least 1 token, got inf"),
         ((512, 0.15, float("nan")), "mean_span must be at least 1 token, got nan"),

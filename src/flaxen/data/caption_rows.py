@@ -158,9 +158,7 @@ def read_parquet(path: Path, cache: Path | None) -> Any:
         return datasets.Dataset.from_parquet(str(path), cache_dir=str(cache) if cache else None)
     except (OSError, ValueError, RuntimeError) as error:
         cause = error.__cause__ or error
-        raise InputError(
-            f"{path} is not a valid Parquet file: {str(cause).splitlines()[0]}; download it again"
-        ) from None
+        raise InputError(f"cannot read {path}: {str(cause).splitlines()[0]}; download it again") from None
 
 
 def _read_coco(path: Path, invalid: Invalid) -> dict[str, Any] | None:

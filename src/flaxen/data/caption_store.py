@@ -52,7 +52,7 @@ class CaptionTokens:
         return len(self.lengths)
 
     def labels(self, numbers: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """Return captions padded with -1. A truncated caption has no eos, lest the model learn to stop there."""
+        """Return captions padded with -1. A truncated caption has no eos: the model must not learn to stop there."""
         batch = np.full((len(numbers), length), -1, np.int32)
         for row, number in enumerate(numbers):
             assert self._store is not None

@@ -32,7 +32,7 @@ def lengths(input_length: int, noise_density: float, mean_span: float) -> SpanLe
     if input_length < 4:
         raise InputError(f"input_length must be at least 4, got {input_length}; T5 used 512")
     if not 0 < noise_density < 1:
-        raise InputError(f"noise_density must be between 0 and 1, got {noise_density}; T5 used 0.15")
+        raise InputError(f"noise_density must be above 0 and below 1, got {noise_density}; T5 used 0.15")
     if not 1 <= mean_span < math.inf:
         raise InputError(f"mean_span must be at least 1 token, got {mean_span}; T5 used 3, ByT5 20")
 
