@@ -44,10 +44,9 @@ class Captions(DataLocation):
     a Hugging Face dataset. Rows that share an image are merged into one image with several captions."""
 
     image: str = IMAGE
-    """Column with the image or its path. In a metadata file, `file_name` is also recognised."""
+    """Column with the image or its path. In metadata files, also `file_name`."""
     caption: str = CAPTION
-    """Column with a caption or a list of captions, or a template such as '{title}: {text}'. In a metadata file, `text`
-    is also recognised."""
+    """Column with a caption or a list of them, or a template ('{title}: {text}'). In metadata files, also `text`."""
     images: Path | None = None
     """Folder that image paths are relative to; images outside it are refused. Default: the folder of the table."""
     unreadable: Wrong = "skip"

@@ -40,11 +40,9 @@ class DataLocation:
     validation: tuple[str, ...] = ()
     """Validation files or glob patterns, used instead of a part of the training data."""
     validation_percent: float = 5.0
-    """Percentage of the training data, from its start, to hold out for validation (0 to 100). Ignored if there are
-    validation files or a validation split."""
+    """Percentage of the training data, from its start, to validate on if there are no validation files or split."""
     dataset: str | None = None
-    """Dataset to read instead of files: an id on the Hugging Face hub, or a directory written by save_to_disk. Default:
-    none."""
+    """Dataset to read instead of files: an id on the Hugging Face hub, or a save_to_disk directory. Default: none."""
     dataset_config: str | None = None
     """Configuration (subset) of the dataset. Default: the dataset's own default."""
     split: str = "train"

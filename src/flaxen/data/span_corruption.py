@@ -62,7 +62,7 @@ def corrupt(
 ) -> tuple[Int32[np.ndarray, "R inputs"], Int32[np.ndarray, "R targets"]]:
     """Corrupt rows: inputs have a sentinel in place of each noise span, targets each noise span after its sentinel.
 
-    Both end in eos. The noise depends only on `key` and the row number, counted from `first_row`.
+    Both end in eos. The noise depends only on `lengths`, `key` and the row number, counted from `first_row`.
     """
     if raw.ndim != 2 or raw.shape[1] != lengths.raw:
         raise ValueError(f"expected raw rows of {lengths.raw} tokens, got an array of shape {raw.shape}")

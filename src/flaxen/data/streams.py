@@ -20,11 +20,10 @@ class LanguageData(Corpus):
     test: tuple[str, ...] = ()
     """Test files or glob patterns, used instead of a part of the training data."""
     shares: tuple[float, ...] | None = None
-    """Proportions of training, validation and test data (bytes and pixels only), as three numbers of any scale; splits
-    with files of their own are excluded. Default: 90 5 5, or all for training if there are validation files."""
+    """Proportions of training, validation and test data, as three numbers of any scale (bytes and pixels only).
+    Splits with files of their own are excluded. Default: 90 5 5, or all for training if there are validation files."""
     image_size: int | None = None
-    """Side of the square, in pixels, that image files are cropped and scaled to (pixels only); arrays are not changed.
-    Default: the size of the images."""
+    """Side in pixels of the square that image files, not arrays, are cropped and scaled to. Default: not scaled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
