@@ -1,4 +1,4 @@
-"""A stream of given ids."""
+"""A token stream of given ids, for tests."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from flaxen.data.stream_store import TextSize
 
 @dataclass(frozen=True)
 class Ids:
-    """A row of ids in memory."""
+    """A stream of token ids in memory."""
 
     ids: np.ndarray
     identity: str = "ids"

@@ -74,6 +74,6 @@ def test_prompts_from_text_files_and_tables(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("id,text\nx,\n")
     with pytest.raises(InputError, match="line 2: the prompt is empty"):
         list(PromptFile(tmp_path / "b.csv"))
-    with pytest.raises(InputError, match=r"no column 'q'.*--column"):
+    with pytest.raises(InputError, match=r"unknown column 'q'.*--column"):
         list(PromptFile(tmp_path / "a.csv", "q"))
     assert list(windows("abcde", 2)) == [["a", "b"], ["c", "d"], ["e"]]

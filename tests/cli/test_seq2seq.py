@@ -150,12 +150,12 @@ def test_resumed_run_equals_uninterrupted_run(material: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--data.target", "frist"], "no column 'frist'; there are: id, word, first, number; did you mean 'first'"),
+        (["--data.target", "frist"], "unknown column 'frist'; did you mean 'first'?; available: id, word, first"),
         (["--data.target", "number"], "line 1: expected text in column 'number', got int 0"),
         (["--data.train", "{material}/empty.jsonl"], "line 2: the target is empty"),
-        (["--data.train", "{material}/twice.jsonl", "--data.id", "word"], "id 'ab' is also the id of pair 1"),
+        (["--data.train", "{material}/twice.jsonl", "--data.id", "word"], "duplicate id 'ab', already used by pair 1"),
         (["--objective.source-length", "12", "--objective.long", "error"], "more than objective.source_length=12"),
-        (["--data.train", "{material}/none.jsonl"], "no file"),
+        (["--data.train", "{material}/none.jsonl"], "none.jsonl does not exist"),
         (["--training.keep-best", "rouge9"], "keep_best: unknown metric 'rouge9'"),
         (["--generation.num-beams", "0"], "num_beams"),
     ],

@@ -286,8 +286,8 @@ def test_non_finite_loss_stops_the_run(material: Path, diverged: Done, inspected
 # --- Bad input -------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "no such file": (["--data.train", "{tmp}/txet.txt"], 1, "no file '{tmp}/txet.txt'; did you mean 'text.txt'?"),
-    "empty corpus": (["--data.train", "{tmp}/empty.txt"], 1, "no document in {tmp}/empty.txt"),
+    "no such file": (["--data.train", "{tmp}/txet.txt"], 1, "{tmp}/txet.txt does not exist; did you mean 'text.txt'?"),
+    "empty corpus": (["--data.train", "{tmp}/empty.txt"], 1, "{tmp}/empty.txt contains no documents"),
     "smaller than an example": (["--data.train", "{tmp}/short.txt"], 1, "fewer than the 34 of one example"),
     "a binary file": (["--data.train", "{tmp}/binary.txt"], 1, "{tmp}/binary.txt looks like a binary file"),
     "not UTF-8": (["--data.train", "{tmp}/latin.txt"], 1, "latin.txt, line 2: byte 5 (0xe9) is not UTF-8"),

@@ -1,4 +1,4 @@
-"""A corpus is files or a data set; what cannot be read is named."""
+"""A corpus is read from files or from a dataset; errors name what cannot be read."""
 
 import builtins
 import json
@@ -14,7 +14,7 @@ from flaxen.data.corpus import Corpus, DatasetSplit
 from flaxen.errors import InputError
 
 
-def test_what_a_corpus_may_say(tmp_path: Path) -> None:
+def test_invalid_combinations_of_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     files = (str(tmp_path / "a.txt"),)
     with pytest.raises(InputError, match="got neither"):
@@ -25,9 +25,12 @@ def test_what_a_corpus_may_say(tmp_path: Path) -> None:
         ({"validation_percent": -1.0}, "validation_percent"),
         ({"validation_percent": 100.0}, "validation_percent must be at least 0 and below 100, got 100"),
         ({"validation_percent": float("nan")}, "validation_percent"),
-        ({"train": files, "streaming": True}, "streaming belongs to a data set"),
-        ({"train": files, "validation_split": "test"}, "validation_split belongs to a data set"),
-        ({"dataset": "x", "validation_split": "test", "validation": files}, "exclude each other"),
+        ({"train": files, "streaming": True}, "data.streaming has no effect without a dataset"),
+        ({"train": files, "validation_split": "test"}, "data.validation_split has no effect without a dataset"),
+        (
+            {"dataset": "x", "validation_split": "test", "validation": files},
+            "--data.validation cannot be combined with --data.validation-split",
+        ),
     ]:
         with pytest.raises(InputError, match=message):
             Corpus(**options)
@@ -38,7 +41,7 @@ def test_what_a_corpus_may_say(tmp_path: Path) -> None:
     assert Corpus(dataset="x", validation_split="test").validation_source() == DatasetSplit("x", split="test")
 
 
-def test_data_sets_on_disk(tmp_path: Path) -> None:
+def test_datasets_written_by_save_to_disk(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ["a", None, "b"]})
     rows.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=rows, test=rows.select([2])).save_to_disk(tmp_path / "two")
@@ -50,17 +53,17 @@ def test_data_sets_on_disk(tmp_path: Path) -> None:
     assert held is not None
     assert list(held.texts()) == ["b"]
     assert held.identity() != two.train_source().identity()
-    with pytest.raises(InputError, match="no split 'tset'; there are: train, test; did you mean 'test'"):
+    with pytest.raises(InputError, match=r"unknown split 'tset'; did you mean 'test'\?; available: train, test"):
         Corpus(dataset=two.dataset, split="tset").train_source().identity()
-    with pytest.raises(InputError, match="no column 'txt'; there are: id, text; did you mean 'text'"):
+    with pytest.raises(InputError, match=r"unknown column 'txt'; did you mean 'text'\?; available: id, text"):
         list(Corpus(dataset=one.dataset, column="txt").train_source().texts())
     with pytest.raises(InputError, match="row 1: expected text in column 'id', got int 1"):
         list(Corpus(dataset=one.dataset, column="id").train_source().texts())
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
-    """A directory of data files is loaded as a data set of the hub is, without the hub."""
+def test_datasets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    """A directory of data files is loaded like a dataset on the hub, without network access."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     content = "".join(json.dumps({"id": i, "text": f"row {i}"}) + "\n" for i in range(600))
@@ -72,13 +75,13 @@ def test_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stre
     (tmp_path / "set" / "train.jsonl").write_text(content.replace("599", "600"))
     assert rows.identity() != first
     wrong = Corpus(dataset=str(tmp_path / "set"), split="tran", streaming=streaming).train_source()
-    with pytest.raises(InputError, match=r"cannot read the data set .*split tran"):
+    with pytest.raises(InputError, match=r"cannot read the dataset .*split tran"):
         list(wrong.texts())
-    with pytest.raises(InputError, match=r"cannot read the data set nobody/nothing, split train.*check its name"):
+    with pytest.raises(InputError, match=r"cannot read the dataset nobody/nothing, split train.*check its name"):
         Corpus(dataset="nobody/nothing", streaming=streaming).train_source().identity()
 
 
-def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def refuse(name: str, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pixels are those of transformers' Pillow backend; images of every mode open, and bad ones say what is wrong."""
+"""Pixels equal those of transformers' Pillow backend; images of all modes open, and errors say what is wrong."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarr
     return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
 
 
-def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+def random_image(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(noise(height, width, seed=seed))
 
 
@@ -44,15 +44,15 @@ def theirs(directory: Path, fields: dict[str, Any]) -> Any:
     return transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
 
 
-def same_pixels(directory: Path, fields: dict[str, Any], sizes: list[tuple[int, int]] = SIZES) -> None:
-    """Ours are transformers', and transformers reads what we write as the same."""
+def assert_same_pixels(directory: Path, fields: dict[str, Any], sizes: list[tuple[int, int]] = SIZES) -> None:
+    """Our pixels equal those of transformers, also after transformers has read the file that we write."""
     reference = theirs(directory / "theirs", fields)
     ours = ImageProcessor.read(directory / "theirs")
     assert ours is not None
     written = theirs(directory / "ours", ours.to_json())
     assert ImageProcessor.read(directory / "ours") == ours
     for seed, (height, width) in enumerate(sizes):
-        image = picture(height, width, seed)
+        image = random_image(height, width, seed)
         expected = reference(image, return_tensors="np")["pixel_values"][0]
         pixels = ours(image)
         assert pixels.dtype == np.float32
@@ -62,8 +62,8 @@ def same_pixels(directory: Path, fields: dict[str, Any], sizes: list[tuple[int, 
 
 
 @pytest.mark.parametrize("resample", range(6))
-def test_every_filter(tmp_path: Path, resample: int) -> None:
-    same_pixels(tmp_path, {**VIT, "resample": resample, "size": {"height": 40, "width": 56}})
+def test_all_resampling_filters_equal_transformers(tmp_path: Path, resample: int) -> None:
+    assert_same_pixels(tmp_path, {**VIT, "resample": resample, "size": {"height": 40, "width": 56}})
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_every_filter(tmp_path: Path, resample: int) -> None:
     ],
     ids=lambda fields: "-".join(str(value)[:24] for value in fields.values()),
 )  # fmt: skip
-def test_every_form_of_the_fields(tmp_path: Path, fields: dict[str, Any]) -> None:
-    same_pixels(tmp_path, fields)
+def test_all_forms_of_the_fields_equal_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert_same_pixels(tmp_path, fields)
 
 
-def test_transparent_images_are_laid_on_white_where_transformers_does(tmp_path: Path) -> None:
+def test_transparent_images_get_a_white_background_where_transformers_does_so(tmp_path: Path) -> None:
     fields = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 20}, "crop_size": 20}
     image = Image.fromarray(noise(30, 40, 4))
     expected = theirs(tmp_path, fields)(image, return_tensors="np")["pixel_values"][0]
@@ -107,13 +107,13 @@ def test_transparent_images_are_laid_on_white_where_transformers_does(tmp_path: 
         ImageProcessor()(image)
 
 
-def test_the_default_is_that_of_vit(tmp_path: Path) -> None:
+def test_defaults_are_those_of_vit(tmp_path: Path) -> None:
     assert ImageProcessor.default(224) == ImageProcessor.from_json(VIT) == ImageProcessor()
     assert ImageProcessor.default((32, 48)).shape == (32, 48)
     assert ImageProcessor.read(tmp_path) is None
 
 
-def test_a_processor_within_a_processor_is_found(tmp_path: Path) -> None:
+def test_image_processor_inside_processor_config_is_found(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**VIT, "size": 16}}))
     assert ImageProcessor.read(tmp_path) == ImageProcessor.default(16)
 
@@ -121,51 +121,57 @@ def test_a_processor_within_a_processor_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**VIT, "do_pad": True}, r"do_pad = True of ViTImageProcessor is not computed"),
-        ({**VIT, "crop_pct": 0.9}, r"crop_pct = 0.9 of ViTImageProcessor is not computed"),
+        ({**VIT, "do_pad": True}, r"do_pad = True of ViTImageProcessor is not supported"),
+        ({**VIT, "crop_pct": 0.9}, r"crop_pct = 0.9 of ViTImageProcessor is not supported"),
         ({**VIT, "size": {"longest_edge": 9}}, r"expected \['height', 'width'\] or \['shortest_edge'\] for size, got"),
         ({**VIT, "size": [1, 2, 3]}, r"for size, got \[1, 2, 3\]"),
         ({**VIT, "size": {"height": 1.5, "width": 2}}, r"for size, got"),
         ({**VIT, "size": 0}, r"size must be at least 1"),
         ({**VIT, "do_center_crop": True, "crop_size": {"shortest_edge": 9}}, r"\['height', 'width'\] for crop_size"),
-        ({**VIT, "resample": "bilinear"}, r"expected 0 … 5 \(Pillow's filters\) for resample, got 'bilinear'"),
+        ({**VIT, "resample": "bilinear"}, r"expected 0 to 5 \(Pillow's filters\) for resample, got 'bilinear'"),
         ({**VIT, "resample": None}, r"for resample, got None"),
         ({**VIT, "resample": 6}, r"for resample, got 6"),
         ({**VIT, "image_mean": [0.5]}, r"expected 3 numbers for image_mean, got \[0.5\]"),
-        ({**VIT, "image_std": [0.5, 0, 0.5]}, r"expected mean and std without zeros"),
+        ({**VIT, "image_std": [0.5, 0, 0.5]}, r"expected both mean and std, std without zeros"),
         ({**VIT, "rescale_factor": "1/255"}, r"expected a number for rescale_factor"),
         ({**VIT, "do_resize": "yes"}, r"expected true or false for do_resize, got 'yes'"),
-        ({"image_processor_type": "OddImageProcessor"}, r"no 'do_center_crop'|no 'do_resize', and the default of 'Odd"),
-        ({"image_processor_type": "BitImageProcessor", "do_resize": False, "crop_size": 9}, r"no 'do_center_crop'"),
+        (
+            {"image_processor_type": "OddImageProcessor"},
+            r"'do_center_crop' is missing|'do_resize' is missing, and the default of 'Odd",
+        ),
+        (
+            {"image_processor_type": "BitImageProcessor", "do_resize": False, "crop_size": 9},
+            r"'do_center_crop' is missing",
+        ),
     ],
 )
-def test_fields_that_are_not_computed_are_named(fields: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         ImageProcessor.from_json(fields, "x.json")
     assert str(caught.value).startswith("x.json: ")
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_broken_file_is_named(tmp_path: Path) -> None:
     for text in ("{", "[]"):
         (tmp_path / "preprocessor_config.json").write_text(text)
         with pytest.raises(InputError, match=r"preprocessor_config\.json"):
             ImageProcessor.read(tmp_path)
 
 
-def test_a_thread_of_an_image_is_not_blown_up() -> None:
+def test_very_narrow_image_is_refused_before_resizing() -> None:
     clip = ImageProcessor.from_json({"image_processor_type": "CLIPImageProcessor"})
-    with pytest.raises(UnreadableImage, match="too narrow: 1 x 30,000"):
+    with pytest.raises(UnreadableImage, match="1 x 30,000 pixels is too narrow"):
         clip(Image.new("RGB", (1, 30_000)))
 
 
 def palette(transparency: int | bytes | None) -> tuple[bytes, np.ndarray]:
-    image = picture(9, 11).quantize(16)
+    image = random_image(9, 11).quantize(16)
     options = {} if transparency is None else {"transparency": transparency}
     return encoded(image, "PNG", **options), np.asarray(image.convert("RGB"))
 
 
 @pytest.mark.parametrize("kind", ["file", "bytes"])
-def test_every_mode_opens_as_rgb(tmp_path: Path, kind: str) -> None:
+def test_all_modes_open_as_rgb(tmp_path: Path, kind: str) -> None:
     grey, colours, alpha = noise(9, 11, 1)[:, :, 0], noise(9, 11), noise(9, 11, 4)
     wide = np.random.default_rng(1).integers(0, 1 << 16, (9, 11)).astype(np.uint16)
     three = lambda values: np.repeat(values[:, :, None], 3, 2)  # noqa: E731
@@ -173,7 +179,7 @@ def test_every_mode_opens_as_rgb(tmp_path: Path, kind: str) -> None:
     ycc = Image.fromarray(colours).convert("YCbCr")
     grey_alpha = np.stack([grey, 255 - grey], 2)
     cases = {
-        "1x1": (encoded(picture(1, 1), "PNG"), noise(1, 1)),
+        "1x1": (encoded(random_image(1, 1), "PNG"), noise(1, 1)),
         "rgb": (encoded(Image.fromarray(colours), "PNG"), colours),
         "grey": (encoded(Image.fromarray(grey), "PNG"), three(grey)),
         "bits": (encoded(Image.fromarray(grey > 127), "PNG"), three((grey > 127) * np.uint8(255))),
@@ -187,8 +193,8 @@ def test_every_mode_opens_as_rgb(tmp_path: Path, kind: str) -> None:
         "16 bit": (encoded(Image.fromarray(wide), "PNG"), three((wide >> 8).astype(np.uint8))),
         "32 bit": (encoded(Image.fromarray(wide.astype(np.int32)), "TIFF"), three((wide >> 8).astype(np.uint8))),
         "float": (encoded(Image.fromarray((grey / 255).astype(np.float32)), "TIFF"), three(grey)),
-        "animation": (encoded(picture(9, 11), "WEBP", save_all=True, append_images=[picture(9, 11, 1)], lossless=True),
-                      colours),
+        "animation": (encoded(random_image(9, 11), "WEBP", save_all=True, append_images=[random_image(9, 11, 1)],
+                              lossless=True), colours),
     }  # fmt: skip
     for name, (data, expected) in cases.items():
         (tmp_path / "image").write_bytes(data)
@@ -198,7 +204,7 @@ def test_every_mode_opens_as_rgb(tmp_path: Path, kind: str) -> None:
         assert ImageProcessor.default(8)(image).shape == (3, 8, 8)
 
 
-def test_a_cmyk_jpeg_is_what_transformers_opens(tmp_path: Path) -> None:
+def test_cmyk_jpeg_opens_as_in_transformers(tmp_path: Path) -> None:
     path = tmp_path / "x.jpg"
     path.write_bytes(encoded(Image.fromarray(noise(16, 24, 4), "CMYK"), "JPEG"))
     expected = np.asarray(transformers.image_utils.load_image(str(path)))
@@ -206,18 +212,18 @@ def test_a_cmyk_jpeg_is_what_transformers_opens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_turned_as_exif_says(tmp_path: Path, orientation: int) -> None:
+def test_images_are_rotated_according_to_exif(tmp_path: Path, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     path = tmp_path / "x.jpg"
-    path.write_bytes(encoded(picture(16, 24), "JPEG", exif=exif))
+    path.write_bytes(encoded(random_image(16, 24), "JPEG", exif=exif))
     image = open_image(path)
     assert image.size == ((24, 16) if orientation < 5 else (16, 24))
     np.testing.assert_array_equal(np.asarray(image), np.asarray(transformers.image_utils.load_image(str(path))))
 
 
 def header(width: int, height: int) -> bytes:
-    """A PNG that says how large it is, and has nothing else."""
+    """Build a PNG with a header that declares its size, and almost no data."""
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"\0"))]
     parts = [
         struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in [*chunks, (b"IEND", b"")]
@@ -225,22 +231,22 @@ def header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
-    jpeg, png = encoded(picture(200, 200), "JPEG"), encoded(picture(60, 60), "PNG")
+def test_unreadable_images_say_why(tmp_path: Path) -> None:
+    jpeg, png = encoded(random_image(200, 200), "JPEG"), encoded(random_image(60, 60), "PNG")
     wide = Image.fromarray(np.full((4, 4), 1 << 20, np.int32))
     nan = Image.fromarray(np.full((4, 4), np.nan, np.float32))
     cases = {
-        "no bytes": b"",
+        "has no bytes": b"",
         "truncated": jpeg[: len(jpeg) // 2],
         "trunc|broken|incomplete": png[: len(png) // 2],
-        "no image, or none of JPEG, PNG": b"a text file, not an image\n" * 9,
+        "not a valid image file; expected one of JPEG, PNG": b"a text file, not an image\n" * 9,
         "30,000 x 30,000|more than 67,108,864 pixels": header(30_000, 30_000),
-        "10,000 x 10,000 pixels, more than 67,108,864": header(10_000, 10_000),
-        "integers beyond 16 bits": encoded(wide, "TIFF"),
-        "floating-point pixels beyond 0": encoded(nan, "TIFF"),
-        "no image,": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",  # Pillow would start Ghostscript
+        "10,000 x 10,000 is more than 67,108,864 pixels": header(10_000, 10_000),
+        "integers of more than 16 bits": encoded(wide, "TIFF"),
+        "floating-point pixels are not between 0 and 1": encoded(nan, "TIFF"),
+        "not a valid image": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",  # Pillow would start Ghostscript
     }
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()
         warnings.simplefilter("always")
         process.quiet_images()  # as the command does
@@ -249,30 +255,35 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
             with pytest.raises(UnreadableImage, match=message):
                 open_image(data)
             assert time.perf_counter() - start < 1  # the large ones are not decoded
-    assert not [str(one) for one in heard]
+    assert not [str(warning) for warning in caught]
     (tmp_path / "empty").touch()
     os.mkfifo(tmp_path / "pipe")
-    files = {"missing": "No such file", "empty": "the file is empty", ".": "not a file", "pipe": "not a file"}
+    files = {
+        "missing": "No such file",
+        "empty": "the file is empty",
+        ".": "not a regular file",
+        "pipe": "not a regular file",
+    }
     for name, message in files.items():
         with pytest.raises(UnreadableImage, match=message):
             open_image(tmp_path / name)
 
 
-def test_max_pixels(tmp_path: Path) -> None:
-    data = encoded(picture(20, 30), "PNG")
+def test_images_above_max_pixels_are_refused(tmp_path: Path) -> None:
+    data = encoded(random_image(20, 30), "PNG")
     assert open_image(data, 600).size == (30, 20)
-    with pytest.raises(UnreadableImage, match="30 x 20 pixels, more than 599"):
+    with pytest.raises(UnreadableImage, match="30 x 20 is more than 599 pixels"):
         open_image(data, 599)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
-def test_damage_never_raises_anything_else(kind: str) -> None:
-    whole, rng, seen = encoded(picture(20, 20), kind), np.random.default_rng(0), set()
-    assert open_image(whole).size == (20, 20)
+def test_damaged_images_raise_only_unreadable_image(kind: str) -> None:
+    intact, rng, seen = encoded(random_image(20, 20), kind), np.random.default_rng(0), set()
+    assert open_image(intact).size == (20, 20)
     for _ in range(60):
-        damaged = bytearray(whole)
-        for place in rng.integers(0, len(whole), 6):
+        damaged = bytearray(intact)
+        for place in rng.integers(0, len(intact), 6):
             damaged[place] = rng.integers(256)
         with contextlib.suppress(UnreadableImage):
-            seen.add(open_image(bytes(damaged[: rng.integers(1, len(whole) + 1)]), 1 << 20).mode)
+            seen.add(open_image(bytes(damaged[: rng.integers(1, len(intact) + 1)]), 1 << 20).mode)
     assert seen <= {"RGB"}

@@ -1,4 +1,4 @@
-"""Each epoch is a permutation, and permutations of different epochs have nothing in common."""
+"""Each epoch is a permutation, and the permutations of different epochs are independent."""
 
 import tracemalloc
 from itertools import permutations
@@ -11,7 +11,7 @@ from scipy.stats import chi2
 
 from flaxen.data.order import examples, permute
 
-# Seeds are fixed, so these tests pass always or never; a right implementation would fail one in a million.
+# Seeds are fixed, so these tests always pass or always fail; a correct implementation fails with this probability.
 UNLIKELY = 1e-6
 
 
@@ -34,12 +34,14 @@ def test_permutes_larger_ranges(n: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 2**40), st.integers(0, 2**63), st.integers(0, 2**63), st.data())
-def test_huge_ranges(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
+def test_permutation_of_huge_ranges_is_injective_and_elementwise(
+    n: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), unique=True)), np.int64)
     image = permute(index, n, (seed, epoch))
     assert len(np.unique(image)) == len(index)
     assert ((image >= 0) & (image < n)).all()
-    # Elementwise: an index goes to the same place whatever comes with it.
+    # Elementwise: an index is mapped to the same place whatever the other indices are.
     np.testing.assert_array_equal(permute(index[::-1], n, (seed, epoch)), image[::-1])
 
 
@@ -54,13 +56,13 @@ def test_memory_does_not_grow_with_the_range() -> None:
 
 
 @pytest.mark.parametrize("n", [4, 5])
-def test_all_permutations_are_as_likely(n: int) -> None:
+def test_all_permutations_are_equally_likely(n: int) -> None:
     number = {order: i for i, order in enumerate(permutations(range(n)))}
     drawn = [number[tuple(permute(np.arange(n), n, (1, epoch)).tolist())] for epoch in range(2000)]
     assert_uniform(np.bincount(drawn, minlength=len(number)))
 
 
-def test_all_pairs_of_places_are_as_likely() -> None:
+def test_all_pairs_of_positions_are_equally_likely() -> None:
     n = 8
     images = np.stack([permute(np.array([0, 1, n - 1]), n, (7, epoch)) for epoch in range(4000)])
     for other in (1, 2):
@@ -84,12 +86,12 @@ def test_epochs_and_seeds_are_independent(n: int) -> None:
     for i, one in enumerate(images):
         for two in images[:i]:
             assert abs(np.corrcoef(one, two)[0, 1]) < 6 / np.sqrt(n)
-            assert (one == two).sum() < 12  # one on average, as Poisson's law has it
-            # One epoch is not another one shifted, either.
+            assert (one == two).sum() < 12  # Poisson distributed with mean 1
+            # Nor is one epoch a shifted copy of another.
             assert np.bincount((one - two) % n).max() < 14
 
 
-def test_every_place_is_as_likely() -> None:
+def test_every_position_is_equally_likely() -> None:
     images = np.stack([permute(np.arange(37), 37, (4, epoch)) for epoch in range(800)])
     for index in (0, 1, 18, 36):
         assert_uniform(np.bincount(images[:, index], minlength=37))
@@ -98,7 +100,7 @@ def test_every_place_is_as_likely() -> None:
 
 
 @pytest.mark.parametrize(("batch", "n"), [(7, 40), (8, 40), (40, 40), (41, 40), (100, 7), (3, 1), (1, 13)])
-def test_each_epoch_has_each_example_once(batch: int, n: int) -> None:
+def test_each_epoch_contains_each_example_once(batch: int, n: int) -> None:
     steps = -(-5 * n // batch)
     stream = np.concatenate([examples(step, (0, batch), batch, n, 5) for step in range(steps)])
     epochs = stream[: 5 * n].reshape(5, n)
@@ -108,26 +110,26 @@ def test_each_epoch_has_each_example_once(batch: int, n: int) -> None:
 
 @given(st.integers(0, 2**40), st.integers(1, 300), st.integers(1, 2**40), st.integers(0, 2**63), st.data())
 @settings(deadline=None, max_examples=50)
-def test_rows_of_a_batch_are_a_part_of_it(step: int, batch: int, n: int, seed: int, data: st.DataObject) -> None:
+def test_rows_of_a_batch_equal_a_slice_of_it(step: int, batch: int, n: int, seed: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, batch))
     count = data.draw(st.integers(0, batch - first))
-    whole = examples(step, (0, batch), batch, n, seed)
-    assert len(whole) == batch
-    np.testing.assert_array_equal(examples(step, (first, count), batch, n, seed), whole[first : first + count])
+    full_batch = examples(step, (0, batch), batch, n, seed)
+    assert len(full_batch) == batch
+    np.testing.assert_array_equal(examples(step, (first, count), batch, n, seed), full_batch[first : first + count])
 
 
 @pytest.mark.parametrize("n", [0, -1, 2**40 + 1])
-def test_ranges_that_are_refused(n: int) -> None:
+def test_invalid_ranges_are_refused(n: int) -> None:
     with pytest.raises(ValueError, match=r"expected n from 1 to 2\*\*40"):
         permute(np.arange(1), n, (0, 0))
 
 
-def test_numbers_that_are_refused() -> None:
+def test_indices_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="indices from 0 to 9, got 0 to 10"):
         permute(np.arange(11), 10, (0, 0))
     with pytest.raises(ValueError, match="indices from 0 to 9, got -1 to 3"):
         permute(np.arange(-1, 4), 10, (0, 0))
     with pytest.raises(ValueError, match="within a batch of 8, got 5 from row 4"):
         examples(0, (4, 5), 8, 100, 0)
-    with pytest.raises(ValueError, match="one example or more, got n=0"):
+    with pytest.raises(ValueError, match="at least one example, got n=0"):
         examples(0, (0, 8), 8, 0, 0)

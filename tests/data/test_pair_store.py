@@ -1,4 +1,4 @@
-"""Every pair once an epoch, in few shapes; packed rows hold what fits and lose nothing."""
+"""Batches by length contain every pair once per epoch; packed rows fit and lose nothing."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from flaxen.errors import InputError
 LENGTHS = np.random.default_rng(0).integers(2, 200, (1000, 2))
 
 
-def test_pairs_come_back_as_tokens(tmp_path: Path) -> None:
+def test_pairs_are_tokenized_split_and_truncated(tmp_path: Path) -> None:
     rows = [{"source": "s" * n, "target": "t" * (20 - n)} for n in range(1, 20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pairs = Pairs(train=(str(tmp_path / "a.jsonl"),), validation_percent=10.0, cache=tmp_path / "cache")
@@ -31,10 +31,10 @@ def test_pairs_come_back_as_tokens(tmp_path: Path) -> None:
     assert len(target) == 3
 
 
-def test_an_epoch_of_groups_has_every_pair_once() -> None:
+def test_an_epoch_of_batches_contains_every_pair() -> None:
     groups = Groups(LENGTHS, 5)
     epochs = [np.concatenate([groups.batch(step, 10) for step in range(first, first + 100)]) for first in (0, 100)]
-    # Windows run across the ends of epochs, so the first has all pairs but for what its last window lends the next.
+    # Windows extend across the ends of epochs, so a pair of the second epoch may already occur in the first.
     together = np.bincount(np.concatenate(epochs), minlength=1000)
     assert together.min() >= 1
     assert together.max() <= 3
@@ -42,28 +42,28 @@ def test_an_epoch_of_groups_has_every_pair_once() -> None:
     assert not np.array_equal(*epochs)
 
 
-def test_batches_are_functions_of_their_number() -> None:
-    one, other = Groups(LENGTHS, 5), Groups(LENGTHS, 5)
+def test_batches_depend_only_on_seed_and_step() -> None:
+    first, second = Groups(LENGTHS, 5), Groups(LENGTHS, 5)
     for step in (40, 3, 199, 3):
-        np.testing.assert_array_equal(one.batch(step, 16), other.batch(step, 16))
-    assert not np.array_equal(one.batch(3, 16), Groups(LENGTHS, 6).batch(3, 16))
+        np.testing.assert_array_equal(first.batch(step, 16), second.batch(step, 16))
+    assert not np.array_equal(first.batch(3, 16), Groups(LENGTHS, 6).batch(3, 16))
 
 
-def test_groups_are_of_like_lengths_in_random_order() -> None:
+def test_batches_have_similar_lengths_in_random_order() -> None:
     groups = Groups(LENGTHS, 0)
     source = [LENGTHS[groups.batch(step, 8), 0] for step in range(WINDOW)]
     spread = np.mean([batch.max() - batch.min() for batch in source])
-    assert spread < 20  # of 198 for a random batch
+    assert spread < 20  # up to 198 in a random batch
     assert abs(np.corrcoef(np.arange(WINDOW), [batch.mean() for batch in source])[0, 1]) < 0.5
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=50), st.integers(1, 6))
-def test_shapes_are_few_and_hold_everything(lengths: list[int], count: int) -> None:
-    found = shapes(np.array(lengths), count)
-    assert 1 <= len(found) <= count
-    assert all(shape % 16 == 0 for shape in found)
-    assert found[-1] - 16 < max(lengths) <= found[-1]
-    assert all(fitting(length, found) >= length for length in lengths)
+def test_shapes_are_few_and_fit_all_lengths(lengths: list[int], count: int) -> None:
+    buckets = shapes(np.array(lengths), count)
+    assert 1 <= len(buckets) <= count
+    assert all(shape % 16 == 0 for shape in buckets)
+    assert buckets[-1] - 16 < max(lengths) <= buckets[-1]
+    assert all(fitting(length, buckets) >= length for length in lengths)
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=80))
@@ -78,10 +78,10 @@ def test_packing_loses_nothing_and_fits(lengths: list[tuple[int, int]]) -> None:
 
 def test_packing_fills_rows() -> None:
     rows = pack(LENGTHS, PairLengths(512, 512))
-    # Two lengths at a time: rows end where either has no room. One alone would fill 0.97.
+    # A row is full when either source or target has no room left. With sources alone, packing fills 97 %.
     assert LENGTHS.sum(axis=0).max() / (512 * len(rows)) > 0.8
-    alone = LENGTHS * [1, 0] + [0, 1]
-    assert alone[:, 0].sum() / (512 * len(pack(alone, PairLengths(512, 512)))) > 0.97
+    sources_only = LENGTHS * [1, 0] + [0, 1]
+    assert sources_only[:, 0].sum() / (512 * len(pack(sources_only, PairLengths(512, 512)))) > 0.97
     assert pack(np.zeros((0, 2), np.int64), PairLengths(4, 4)) == []
     with pytest.raises(InputError, match="longer than a row"):
         pack(LENGTHS, PairLengths(100, 512))

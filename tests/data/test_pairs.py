@@ -1,4 +1,4 @@
-"""Pairs come out of columns, paths and templates; what is wrong with a row is said with its place."""
+"""Pairs are read from columns, paths and templates; errors name the row."""
 
 import gzip
 import json
@@ -18,8 +18,8 @@ ROWS = [
     {"id": "b", "document": "three", "summary": "3", "n": 2},
 ]
 NESTED = [
-    {"id": "m", "text": "talk", "asked": [{"q": "who?", "a": "Ann"}, {"q": "why?", "a": "so"}]},
-    {"id": "n", "text": "more", "asked": [{"q": "when?", "a": "now"}]},
+    {"id": "m", "text": "talk", "questions": [{"q": "who?", "a": "Ann"}, {"q": "why?", "a": "so"}]},
+    {"id": "n", "text": "more", "questions": [{"q": "when?", "a": "now"}]},
 ]
 COLUMNS = {"source": "document", "target": "summary"}
 
@@ -53,22 +53,24 @@ def test_every_format_gives_the_same_pairs(tmp_path: Path) -> None:
     assert list(source.pairs()) == expected
 
 
-def test_templates_and_paths(tmp_path: Path) -> None:
+def test_templates_and_nested_paths(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", NESTED)
-    found = pairs_of(path, source="{asked.*.q} {{of}} {text}", target="asked.*.a")
-    assert found == [
+    pairs = pairs_of(path, source="{questions.*.q} {{of}} {text}", target="questions.*.a")
+    assert pairs == [
         Pair("m/0", "who? {of} talk", "Ann"),
         Pair("m/1", "why? {of} talk", "so"),
         Pair("n/0", "when? {of} more", "now"),
     ]
-    assert [pair.target for pair in pairs_of(path, source="text", target="asked.0.a")] == ["Ann", "now"]
+    assert [pair.target for pair in pairs_of(path, source="text", target="questions.0.a")] == ["Ann", "now"]
     pq.write_table(pa.Table.from_pylist(NESTED), tmp_path / "a.parquet")
-    assert pairs_of(str(tmp_path / "a.parquet"), source="{asked.*.q} {{of}} {text}", target="asked.*.a") == found
+    assert (
+        pairs_of(str(tmp_path / "a.parquet"), source="{questions.*.q} {{of}} {text}", target="questions.*.a") == pairs
+    )
 
 
-def test_ids(tmp_path: Path) -> None:
+def test_ids_are_unique_or_numbered(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**row, "id": "same", "other": row["n"]} for row in ROWS])
-    with pytest.raises(InputError, match=r"line 2: id 'same' is also the id of pair 1; .*--data.id"):
+    with pytest.raises(InputError, match=r"line 2: duplicate id 'same', already used by pair 1; .*--data.id"):
         pairs_of(path)
     assert [pair.id for pair in pairs_of(path, id="#")] == ["1", "2"]
     assert [pair.id for pair in pairs_of(path, id="other")] == ["1", "2"]
@@ -82,28 +84,28 @@ def test_ids(tmp_path: Path) -> None:
         (
             {},
             {"target": "sumary"},
-            r"no column 'sumary'; there are: id, document, .*did you mean.*--data.target",
+            r"unknown column 'sumary'; did you mean.*; available: id, document, .*--data.target",
         ),
-        ({}, {"source": "x: {doc}"}, r"no column 'doc'; .*--data.source"),
+        ({}, {"source": "x: {doc}"}, r"unknown column 'doc'; .*--data.source"),
         ({}, {"target": "n"}, r"line 1: expected text in column 'n', got int 1; .*--data.target"),
         ({"summary": ["3"]}, {}, r"line 2: expected text in column 'summary', got list \['3'\]"),
         ({"summary": "  "}, {}, r"line 2: the target is empty; .*--data.empty skip"),
         ({"document": None}, {}, r"line 2: the source is empty"),
-        ({}, {"target": "summary.0.x"}, r"line 1: nothing at 'summary.0.x'"),
-        ({}, {"source": "{} x"}, r"name the column within the braces"),
-        ({}, {"source": "{document"}, r"is no template"),
+        ({}, {"target": "summary.0.x"}, r"line 1: no value at 'summary.0.x'"),
+        ({}, {"source": "{} x"}, r"expected a column name in the braces"),
+        ({}, {"source": "{document"}, r"is not a valid template"),
         ({}, {"target": "summary.*.x"}, r"expected a list at 'summary'"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, change: dict, options: dict, message: str) -> None:
+def test_errors_name_the_row_and_the_option(tmp_path: Path, change: dict, options: dict, message: str) -> None:
     path = write(tmp_path / "a.jsonl", [ROWS[0], {**ROWS[1], **change}])
     with pytest.raises(InputError, match=message):
         pairs_of(path, **options)
 
 
-def test_lists_that_differ_in_length_are_refused(tmp_path: Path) -> None:
+def test_lists_of_different_lengths_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": ["x", "y"], "a": ["z"]}])
-    with pytest.raises(InputError, match="differ in length: q 2, a 1"):
+    with pytest.raises(InputError, match=r"expected lists of equal length for \*, got q 2, a 1"):
         pairs_of(path, source="q.*", target="a.*")
 
 
@@ -112,14 +114,16 @@ def test_empty_pairs_can_be_skipped(tmp_path: Path) -> None:
     assert pairs_of(path, empty="skip") == [Pair("b", "three", "3")]
 
 
-def test_text_files_have_no_columns(tmp_path: Path) -> None:
+def test_text_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(InputError, match="pairs need columns"):
+    with pytest.raises(InputError, match="pairs require a table"):
         pairs_of(str(tmp_path / "a.txt"))
 
 
-def test_what_the_tokens_depend_on(tmp_path: Path) -> None:
+def test_identity_changes_with_texts_but_not_with_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
-    identity = lambda **more: Pairs(train=(path,), **{**COLUMNS, **more}).train_source().identity()  # noqa: E731
-    assert identity() == identity(id="#")  # a name changes no token
-    assert len({json.dumps(identity(**more)) for more in ({}, {"source": "{n} {document}"}, {"empty": "skip"})}) == 3
+    identity = lambda **options: Pairs(train=(path,), **{**COLUMNS, **options}).train_source().identity()  # noqa: E731
+    assert identity() == identity(id="#")  # ids change no token
+    assert (
+        len({json.dumps(identity(**options)) for options in ({}, {"source": "{n} {document}"}, {"empty": "skip"})}) == 3
+    )

@@ -1,4 +1,4 @@
-"""Pictures from files: which array of several they are, and damaged or empty files."""
+"""Images from files: which of several arrays is used, and errors for damaged or empty files."""
 
 import gzip
 import io
@@ -19,8 +19,8 @@ from flaxen.data.streams import LanguageData
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
 
-PICTURES = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3)).astype(np.uint8)
-ROWS = PICTURES.transpose(0, 3, 1, 2).reshape(6, -1)  # one colour after the other
+IMAGES = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3)).astype(np.uint8)
+ROWS = IMAGES.transpose(0, 3, 1, 2).reshape(6, -1)  # one colour after the other
 LABELS = np.arange(6)
 
 
@@ -57,21 +57,21 @@ def damaged(data: bytes, first: int, last: int) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        saved(np.savez, labels=LABELS, images=PICTURES),
+        saved(np.savez, labels=LABELS, images=IMAGES),
         saved(np.savez, labels=LABELS, rows=ROWS),
-        saved(np.savez_compressed, mask=PICTURES[:1], data=ROWS),
-        saved(np.savez, mask=LABELS.astype(np.uint8), images=PICTURES, data2=ROWS[:1]),
-        saved(np.save, PICTURES),  # under the other's name
+        saved(np.savez_compressed, mask=IMAGES[:1], data=ROWS),
+        saved(np.savez, mask=LABELS.astype(np.uint8), images=IMAGES, data2=ROWS[:1]),
+        saved(np.save, IMAGES),  # a .npy file named .npz
     ],
 )
-def test_the_array_that_holds_pictures(data: bytes, tmp_path: Path) -> None:
+def test_array_that_holds_images_is_selected(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     path.write_bytes(data)
-    np.testing.assert_array_equal(open_pixels((str(path),), None), PICTURES)
+    np.testing.assert_array_equal(open_pixels((str(path),), None), IMAGES)
 
 
-NPY, NPZ, PARQUET = saved(np.save, PICTURES), saved(np.savez_compressed, images=PICTURES), table(image=[png(4)] * 20)
-EXPECTED = "cannot be read .*; expected pictures as numpy's save or savez writes them"
+NPY, NPZ, PARQUET = saved(np.save, IMAGES), saved(np.savez_compressed, images=IMAGES), table(image=[png(4)] * 20)
+EXPECTED = "cannot read .*; expected images written by numpy.save or savez"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ EXPECTED = "cannot be read .*; expected pictures as numpy's save or savez writes
         ("header.npy", NPY[:40], EXPECTED),
         ("cut.npy", NPY[:-9], EXPECTED),
         ("numbers.npy", saved(np.save, LABELS), "expected uint8 of shape .* got int64 of"),
-        ("none.npy", saved(np.save, PICTURES[:, :0]), r"expected uint8 of shape .* got uint8 of \(6, 0, 4, 3\)"),
+        ("none.npy", saved(np.save, IMAGES[:, :0]), r"expected uint8 of shape .* got uint8 of \(6, 0, 4, 3\)"),
         ("empty.npz", b"", EXPECTED),
         ("text.npz", b"no archive", EXPECTED),
         ("cut.npz", NPZ[:-9], EXPECTED),
@@ -90,38 +90,38 @@ EXPECTED = "cannot be read .*; expected pictures as numpy's save or savez writes
         ("packed.npz", damaged(NPZ, 50, 70), EXPECTED),
         ("objects.npz", saved(np.savez, data=np.array([{}])), EXPECTED),
         ("nothing.npz", saved(np.savez), "expected an array `data`.*got no array"),
-        ("labels.npz", saved(np.savez, labels=LABELS, x=PICTURES / 255.0),
+        ("labels.npz", saved(np.savez, labels=LABELS, x=IMAGES / 255.0),
          r"uint8 with 2 or 4 axes; got labels, int64 of \(6,\); x, float64 of \(6, 4, 4, 3\)"),
         ("letter.npz", zipped(letter=b"hello"), r"got letter, \|S5 of \(\)"),
         ("data.npz", zipped(data=b"hello"), "expected uint8 of shape"),
-        ("odd.npz", saved(np.savez, x=ROWS[:, :47]), "rows of 47 numbers are no square pictures .* 'x'"),
-        ("thin.npz", saved(np.savez, data=ROWS[:, :0]), "rows of 0 numbers are no square pictures"),
-        ("colours.npy", saved(np.save, np.zeros((2, 4, 4, 5), np.uint8)), "expected pictures of 1 or 3 colours"),
-        ("empty.parquet", b"", "cannot be read .*expected parquet with a column `image`"),
-        ("text.parquet", b"no table, no table", "expected parquet with a column `image`"),
-        ("cut.parquet", PARQUET[:-30], "expected parquet with a column `image`"),
-        ("damaged.parquet", damaged(PARQUET, 4, 60), "expected parquet with a column `image`"),
+        ("odd.npz", saved(np.savez, x=ROWS[:, :47]), "expected square images .* got rows of 47 numbers .* 'x'"),
+        ("thin.npz", saved(np.savez, data=ROWS[:, :0]), "expected square images .* got rows of 0 numbers"),
+        ("colours.npy", saved(np.save, np.zeros((2, 4, 4, 5), np.uint8)), "expected images with 1 or 3 channels"),
+        ("empty.parquet", b"", "cannot read .*expected Parquet with a column `image`"),
+        ("text.parquet", b"no table, no table", "expected Parquet with a column `image`"),
+        ("cut.parquet", PARQUET[:-30], "expected Parquet with a column `image`"),
+        ("damaged.parquet", damaged(PARQUET, 4, 60), "expected Parquet with a column `image`"),
         ("rows.parquet", table(image=pyarrow.array([], pyarrow.binary())), "got no rows"),
         ("columns.parquet", table(label=[1]), "expected a column `image`, got label"),
-        ("names.parquet", table(image=["a.png"]), "row 0: no readable picture"),
-        ("null.parquet", table(image=[png(4), None]), "row 1: no readable picture"),
-        ("paths.parquet", table(image=[{"path": "a.png"}]), "row 0: no readable picture"),
-        ("shapes.parquet", table(image=[png(4), png(5)]), "several shapes: .*--data.image-size"),
+        ("names.parquet", table(image=["a.png"]), "row 0: cannot read the image"),
+        ("null.parquet", table(image=[png(4), None]), "row 1: cannot read the image"),
+        ("paths.parquet", table(image=[{"path": "a.png"}]), "row 0: cannot read the image"),
+        ("shapes.parquet", table(image=[png(4), png(5)]), "expected images of one shape, got .*--data.image-size"),
     ],
 )  # fmt: skip
-def test_refused(name: str, data: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_or_unsuitable_files_are_refused(name: str, data: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(InputError, match=f"(?s){message}") as error:
         open_pixels((str(path),), None)
-    assert name in str(error.value) or "several shapes" in message
+    assert name in str(error.value) or "one shape" in message
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (14, 20), (-8, -4), (-4, 0)])
-def test_damaged_gzip(first: int, last: int, tmp_path: Path) -> None:
-    """Its mark, what it holds, its check sum, its end."""
+def test_damaged_gzip_is_refused(first: int, last: int, tmp_path: Path) -> None:
+    """Damage to the magic number, the content, the checksum, and a missing end."""
     data = gzip.compress(b"some text " * 100)
     path = tmp_path / "a.gz"
     path.write_bytes(data[:first] if not last else damaged(data, first % len(data), last % len(data)))
-    with pytest.raises(InputError, match=r"a\.gz cannot be read"):
+    with pytest.raises(InputError, match=r"cannot read .*a\.gz"):
         open_streams(LanguageData(train=(str(path),), kind="bytes"), ByteTokenizer.plain())

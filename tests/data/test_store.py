@@ -1,4 +1,4 @@
-"""A store holds exactly the tokens of its source, is made once, and is whole or not there."""
+"""A token store holds exactly the tokens of its source, is built once, and is complete or does not exist."""
 
 import dataclasses
 import hashlib
@@ -55,7 +55,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
 
 
 @pytest.mark.parametrize("batch", [1, 50, 1 << 18])
-def test_a_store_holds_what_the_tokenizer_gives(
+def test_store_holds_the_tokens_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: SentencePieceTokenizer, batch: int
 ) -> None:
     monkeypatch.setattr(module, "BATCH", batch)
@@ -70,7 +70,7 @@ def test_a_store_holds_what_the_tokenizer_gives(
         assert store.n_tokens == store.document_start(200)
 
 
-def test_tokens_are_as_narrow_as_the_vocabulary_allows(tmp_path: Path) -> None:
+def test_tokens_are_stored_in_the_smallest_dtype(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", lines_of(50))
     large = ByteTokenizer()
     large.size = 65537
@@ -82,8 +82,8 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resident", [1, 1 << 27])
-def test_rows_are_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
-    monkeypatch.setattr(module, "RESIDENT", resident)  # little: pages are given back after each row
+def test_rows_are_slices_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
+    monkeypatch.setattr(module, "RESIDENT", resident)  # with 1, pages are released after each row
     store = open_store(write(tmp_path / "a.txt", lines_of(300)), BYTES, tmp_path / "cache")
     tokens = np.fromfile(store.directory / "tokens.bin", np.uint16)
     starts = np.random.default_rng(0).integers(0, store.n_tokens - 19, 500)
@@ -95,14 +95,14 @@ def test_rows_are_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reside
     assert len(part) == 100
     assert store.rows(np.array([], np.int64), 20).shape == (0, 20)
     assert store.rows(np.array([], np.int64), 10**9).shape == (0, 10**9)
-    rows[:] = 0  # a copy: the file is not written to
+    rows[:] = 0  # rows are a copy: the file is not changed
     np.testing.assert_array_equal(store.rows(starts[:1], 20), [tokens[starts[0] : starts[0] + 20]])
     for view, wrong in [(store, [-1]), (store, [store.n_tokens - 19]), (part, [-1]), (part, [81])]:
         with pytest.raises(IndexError, match="rows of 20 from"):
             view.rows(np.array(wrong), 20)
 
 
-def test_a_store_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.txt", lines_of(50))
     cache = tmp_path / "cache"
     first = open_store(source, BYTES, cache)
@@ -110,7 +110,7 @@ def test_a_store_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(module, "_build", None)
         again = open_store(source, ByteTokenizer(), cache)
     assert (again.directory, again.digest, all_of(again)) == (first.directory, first.digest, all_of(first))
-    # The same text under another name is another store with the same digest; so are other settings.
+    # The same text under another file name, or with another tokenizer, is another store with the same digest.
     copy = open_store(write(tmp_path / "b.txt", lines_of(50)), BYTES, cache)
     paragraphs = open_store(dataclasses.replace(source, unit="paragraph"), BYTES, cache)
     other = open_store(source, ByteTokenizer({"tokenizer_config.json": b'{"extra_ids": 0}'}), cache)
@@ -120,7 +120,7 @@ def test_a_store_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert first.digest == hashlib.blake2b(np.array(ids, "<u2").tobytes(), digest_size=16).hexdigest()
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+def test_changed_file_is_tokenized_again(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", ["one"])
     first = open_store(source, BYTES, tmp_path / "cache")
     write(tmp_path / "a.txt", ["two"])
@@ -129,7 +129,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert all_of(first) == BYTES.encode("one")
 
 
-def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_changes_during_the_build_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.txt", ["one"])
     real = module._write
 
@@ -138,14 +138,14 @@ def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch: pyt
         return real(*arguments)
 
     monkeypatch.setattr(module, "_write", grow)
-    with pytest.raises(InputError, match=r"a\.txt changed while it was read; run again"):
+    with pytest.raises(InputError, match=r"a\.txt changed while it was being read; rerun"):
         open_store(source, BYTES, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.parametrize("percent", [0.0, 0.01, 5.0, 50.0, 99.9])
 @pytest.mark.parametrize("n", [1, 2, 3, 30, 200])
-def test_the_first_percent_validate(tmp_path: Path, n: int, percent: float) -> None:
+def test_validation_is_the_first_percent_of_the_data(tmp_path: Path, n: int, percent: float) -> None:
     texts = [f"{i} {'x' * 50}" for i in range(n)]
     write(tmp_path / "a.txt", texts)
     corpus = Corpus(train=(str(tmp_path / "a.txt"),), validation_percent=percent, cache=tmp_path / "cache")
@@ -157,10 +157,12 @@ def test_the_first_percent_validate(tmp_path: Path, n: int, percent: float) -> N
         held = min(max(round(n * percent / 100), 1), n - 1) if percent else 0
         assert all_of(validation) == [id for text in texts[:held] for id in BYTES.encode(text)]
     else:
-        assert len(validation) == (min(max(round(53 * percent / 100), 1), 52) if percent else 0)  # of its tokens
+        assert len(validation) == (
+            min(max(round(53 * percent / 100), 1), 52) if percent else 0
+        )  # a single document is split between tokens
 
 
-def test_validation_files(tmp_path: Path) -> None:
+def test_validation_files_are_used_instead_of_a_part(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", ["one", "two"])
     write(tmp_path / "b.txt", ["three"])
     corpus = Corpus((str(tmp_path / "a.txt"),), (str(tmp_path / "b.txt"),), cache=tmp_path / "cache")
@@ -169,38 +171,38 @@ def test_validation_files(tmp_path: Path) -> None:
     assert all_of(validation) == BYTES.encode("three")
 
 
-def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no document in .*a\.txt: expected text"):
+def test_empty_corpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.txt contains no documents: expected text"):
         open_store(write(tmp_path / "a.txt", ["", " ", "\t"]), BYTES, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_bad_file_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_build_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\n" * 200_000 + b"\xff")
     with pytest.raises(InputError, match="line 200001: byte"):
         open_store(TextFiles((tmp_path / "a.txt",)), BYTES, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.txt", ["one"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert open_store(source, BYTES, None).directory.parent == tmp_path / "xdg" / "flaxen" / "tokens"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert open_store(source, BYTES, None).directory.parent == tmp_path / "home" / ".cache" / "flaxen" / "tokens"
-    with pytest.raises(InputError, match=r"cannot write to .*a\.txt.*--data.cache"):
+    with pytest.raises(InputError, match=r"cannot write .*a\.txt.*--data.cache"):
         open_store(source, BYTES, tmp_path / "a.txt" / "cache")
 
 
-def test_a_damaged_store_is_named(tmp_path: Path) -> None:
+def test_damaged_store_is_named(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", ["one"])
     store = open_store(source, BYTES, tmp_path / "cache")
     (store.directory / "tokens.bin").write_bytes(b"123")
-    with pytest.raises(InputError, match=r"no whole token store \(tokens\.bin should have 8 bytes and has 3\); remove"):
+    with pytest.raises(InputError, match=r"incomplete token store: tokens\.bin must have 8 bytes, got 3; delete"):
         open_store(source, BYTES, tmp_path / "cache")
     (store.directory / "meta.json").write_text("{}")
-    with pytest.raises(InputError, match="no whole token store"):
+    with pytest.raises(InputError, match="incomplete token store"):
         open_store(source, BYTES, tmp_path / "cache")
 
 
@@ -229,8 +231,8 @@ def child(source: TextFiles, cache: Path, limit: int = 0) -> subprocess.Popen[st
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file size stands in for the full disk."""
+def test_full_disk_leaves_no_files(tmp_path: Path) -> None:
+    """A limit on file size simulates a full disk."""
     source = write(tmp_path / "a.txt", lines_of(30_000))
     run = child(source, tmp_path / "cache", limit=1_000_000)
     out, err = run.communicate(timeout=60)
@@ -242,7 +244,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_killed_build_is_not_used_and_swept(tmp_path: Path) -> None:
+def test_killed_build_is_not_used_and_deleted(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", lines_of(200_000))
     cache = tmp_path / "cache"
     run = child(source, cache)
@@ -251,39 +253,39 @@ def test_a_killed_build_is_not_used_and_swept(tmp_path: Path) -> None:
         time.sleep(0.002)
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    (left,) = cache.iterdir()  # what it had written, and no store
-    assert left.name.endswith(".partial")
+    (partial,) = cache.iterdir()  # its partial build, and no store
+    assert partial.name.endswith(".partial")
     write(tmp_path / "a.txt", ["one"])
     store = open_store(source, BYTES, cache)
     assert all_of(store) == BYTES.encode("one")
     assert list(cache.iterdir()) == [store.directory]
 
 
-def test_only_leftovers_are_swept(tmp_path: Path) -> None:
+def test_only_abandoned_builds_are_deleted(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    here, dead = socket.gethostname(), 2**22 + 1  # above the largest process id of Linux
+    host, dead = socket.gethostname(), 2**22 + 1  # above the largest process id of Linux
     key = 32 * "0"
     names = {
-        "live": f"{key}.00000000.{os.getpid()}.{here}.partial",
-        "elsewhere": f"{key}.00000000.{dead}.not-{here}.partial",
-        "dead": f"{key}.00000000.{dead}.{here}.partial",
+        "live": f"{key}.00000000.{os.getpid()}.{host}.partial",
+        "elsewhere": f"{key}.00000000.{dead}.not-{host}.partial",
+        "dead": f"{key}.00000000.{dead}.{host}.partial",
         "old": f"{key}.00000000.{os.getpid()}.other.host.partial",
-        "old outside, written to": f"{key}.11111111.{os.getpid()}.{here}.partial",
+        "old directory, new file": f"{key}.11111111.{os.getpid()}.{host}.partial",
     }
     for name in names.values():
         (cache / name).mkdir(parents=True)
         (cache / name / "tokens.bin").write_bytes(b"x")
-    (cache / "strange.partial").mkdir()
+    (cache / "unrelated.partial").mkdir()
     past = time.time() - 25 * 3600
     os.utime(cache / names["old"] / "tokens.bin", (past, past))
     os.utime(cache / names["old"], (past, past))
-    os.utime(cache / names["old outside, written to"], (past, past))
+    os.utime(cache / names["old directory, new file"], (past, past))
     open_store(write(tmp_path / "a.txt", ["one"]), BYTES, cache)
-    left = {path.name for path in cache.glob("*.partial")}
-    assert left == {names["live"], names["elsewhere"], names["old outside, written to"], "strange.partial"}
+    remaining = {path.name for path in cache.glob("*.partial")}
+    assert remaining == {names["live"], names["elsewhere"], names["old directory, new file"], "unrelated.partial"}
 
 
-def test_two_processes_make_the_same_store(tmp_path: Path) -> None:
+def test_two_processes_build_the_same_store(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", lines_of(20_000))
     runs = [child(source, tmp_path / "cache") for _ in range(2)]
     digests = {run.communicate(timeout=60)[0].strip() for run in runs}
@@ -291,8 +293,8 @@ def test_two_processes_make_the_same_store(tmp_path: Path) -> None:
     assert digests == {TokenStore(directory).digest}
 
 
-def test_another_may_finish_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store appears while this process makes the same one."""
+def test_store_of_a_faster_process_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process finishes the same store while this one builds it."""
     source = write(tmp_path / "a.txt", lines_of(10))
     real = module._write
 
@@ -307,7 +309,7 @@ def test_another_may_finish_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list((tmp_path / "cache").iterdir()) == [store.directory]
 
 
-def test_meta_says_what_it_is(tmp_path: Path) -> None:
+def test_meta_json_describes_the_store(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", ["one", "", "two"])
     store = open_store(source, BYTES, tmp_path / "cache")
     meta = json.loads((store.directory / "meta.json").read_text())
@@ -318,13 +320,13 @@ def test_meta_says_what_it_is(tmp_path: Path) -> None:
 
 
 class Unsized(TextFiles):
-    """As a data set is: of unknown size."""
+    """A source of unknown size, like a dataset."""
 
     size = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(("kind", "shown"), [(TextFiles, "kB"), (Unsized, "3,000 documents")])
-def test_progress_is_for_terminals(
+def test_progress_is_shown_only_on_terminals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type, shown: str
 ) -> None:
     source = kind(write(tmp_path / "a.txt", lines_of(3_000)).paths)
@@ -341,19 +343,19 @@ def test_progress_is_for_terminals(
     assert printed.out == ""
 
 
-def test_texts_are_read_as_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the source, only a batch of it waits."""
+def test_texts_are_read_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one batch of the source is in memory."""
     monkeypatch.setattr(module, "BATCH", 100)
-    given = 0
+    produced = 0
 
     def texts() -> Iterator[str]:
-        nonlocal given
+        nonlocal produced
         for _ in range(1000):
-            given += 10
+            produced += 10
             yield "x" * 10
 
-    taken = 0
-    for tokens, _ in module._encoded(texts(), BYTES, np.dtype(np.uint16)):
-        assert given - taken <= 110
-        taken += len(tokens) * 10 // 11
-    assert taken == 10_000
+    consumed = 0
+    for tokens, _ in module._encode(texts(), BYTES, np.dtype(np.uint16)):
+        assert produced - consumed <= 110
+        consumed += len(tokens) * 10 // 11
+    assert consumed == 10_000

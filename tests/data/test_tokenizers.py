@@ -1,4 +1,4 @@
-"""Same ids and same text as transformers, on text that breaks tokenizers."""
+"""Tokenizers give the same ids and text as transformers, on difficult text."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from flaxen.data.tokenizers import (
     load_tokenizer,
 )
 
-# ByT5's tokenizer in transformers warns of a text that ends in "</s>".
+# ByT5's tokenizer in transformers warns about a text that ends in "</s>".
 pytestmark = pytest.mark.filterwarnings("ignore:This sequence already has")
 
 NASTY = [
@@ -84,10 +84,10 @@ NASTY = [
     ),
 ]
 LITERALS = ["<pad>", "</s>", "<unk>", "<extra_id_0>", "<extra_id_1>", "<extra_id_10>"]
-# transformers 5 takes U+0085 for a space, where SentencePiece and transformers 4 do not.
+# transformers 5 treats U+0085 as a space; SentencePiece and transformers 4 do not.
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x85")
 TEXTS = st.lists(st.one_of(st.text(CHARACTERS), st.sampled_from([*LITERALS, " ", "  ", "the ", "\n"]))).map("".join)
-# The same examples in every run: an unlucky tie between two segmentations should not fail a later one.
+# Derandomised: a tie between two segmentations in a random example should not make a later run fail.
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -121,7 +121,7 @@ def spiece() -> bytes:
 
 @pytest.fixture(scope="session")
 def multilingual(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As google/mt5-small: bytes for rare characters, sentinels that are pieces, extra_ids 0."""
+    """A tokenizer like google/mt5-small: byte fallback, sentinels that are pieces, extra_ids 0."""
     sentinels = [f"▁<extra_id_{k}>" for k in reversed(range(20))]
     content = train(vocab_size=800, byte_fallback=True, user_defined_symbols=sentinels)
     config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "additional_special_tokens": None}
@@ -130,7 +130,7 @@ def multilingual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory, spiece: bytes) -> dict[str, Path]:
-    """One directory of each kind, as transformers itself would write or read it."""
+    """One directory of each kind, as transformers would write or read it."""
     root = tmp_path_factory.mktemp("tokenizers")
     slow = write(root / "spiece", {"spiece.model": spiece})
     transformers.T5Tokenizer.from_pretrained(slow).save_pretrained(root / "json")
@@ -147,7 +147,7 @@ KINDS = {
 
 @pytest.fixture(scope="session", params=KINDS)
 def pair(request: pytest.FixtureRequest, directories: dict[str, Path]) -> tuple[Tokenizer, Any]:
-    """Our tokenizer and the one of transformers, from the same directory."""
+    """Our tokenizer and that of transformers, from the same directory."""
     ours, theirs = KINDS[request.param]
     tokenizer = load_tokenizer(directories[request.param])
     assert isinstance(tokenizer, ours)
@@ -163,27 +163,27 @@ def assert_same(text: str, ours: Tokenizer, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("text", NASTY, ids=lambda text: ascii(text)[:20])
-def test_nasty_text_as_transformers(text: str, pair: tuple[Tokenizer, Any]) -> None:
+def test_difficult_text_equals_transformers(text: str, pair: tuple[Tokenizer, Any]) -> None:
     assert_same(text, *pair)
 
 
 @examples
 @given(text=TEXTS)
-def test_any_text_as_transformers(text: str, pair: tuple[Tokenizer, Any]) -> None:
+def test_random_text_equals_transformers(text: str, pair: tuple[Tokenizer, Any]) -> None:
     assert_same(text, *pair)
 
 
 @examples
 @given(numbers=st.lists(st.integers(0, 10**6)))
-def test_any_ids_as_transformers(numbers: list[int], pair: tuple[Tokenizer, Any]) -> None:
+def test_decoding_random_ids_equals_transformers(numbers: list[int], pair: tuple[Tokenizer, Any]) -> None:
     ours, theirs = pair
-    ids = [number % ours.size for number in numbers]  # as an untrained model samples them
+    ids = [number % ours.size for number in numbers]  # such as an untrained model generates
     for skip in (True, False):
         expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert ours.decode(ids, skip_special=skip) == expected
 
 
-def test_vocabulary_as_transformers(pair: tuple[Tokenizer, Any]) -> None:
+def test_vocabulary_equals_transformers(pair: tuple[Tokenizer, Any]) -> None:
     ours, theirs = pair
     assert (ours.size, ours.pad_id, ours.eos_id, ours.unk_id) == (len(theirs), 0, 1, 2)
     for id in (0, 1, 2, ours.size - 1):
@@ -199,15 +199,15 @@ def test_sentinels_of_t5_descend_from_the_end(kind: str, directories: dict[str, 
     assert [ours.token(id) for id in ours.sentinels] == [f"<extra_id_{k}>" for k in range(100)]
 
 
-def test_sentinels_of_byt5_are_googles() -> None:
+def test_sentinels_of_byt5_are_those_of_google() -> None:
     assert ByteTokenizer.sentinels[:3] == (258, 257, 256)
-    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
-    assert not {id - 3 for id in ByteTokenizer.sentinels[:11]} & set(everything.encode())
+    all_characters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    assert not {id - 3 for id in ByteTokenizer.sentinels[:11]} & set(all_characters.encode())
 
 
 @pytest.mark.parametrize("specials", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
-def test_a_batch_is_its_texts_one_by_one(pair: tuple[Tokenizer, Any], eos: bool, specials: bool) -> None:
+def test_batch_equals_encoding_one_by_one(pair: tuple[Tokenizer, Any], eos: bool, specials: bool) -> None:
     ours = pair[0]
     assert ours.encode_batch(NASTY, eos, specials) == [ours.encode(text, eos, specials) for text in NASTY]
     assert ours.encode_batch([]) == []
@@ -218,14 +218,14 @@ def with_added(tokens: dict[int, Any]) -> dict[str, bytes]:
 
 
 SEP = {700: {"content": "<sep>", "lstrip": True, "rstrip": True}}
-END = {1: {"content": "<end>"}}  # ByT5's eos under a name that is not special
+END = {1: {"content": "<end>"}}  # ByT5's eos under a name that is not a special token
 
 
 @pytest.fixture(scope="session", params=["json", "spiece", "bytes", "mt5", "spiece and more", "bytes and more"])
 def any_tokenizer(
     request: pytest.FixtureRequest, directories: dict[str, Path], multilingual: Path, spiece: bytes
 ) -> Tokenizer:
-    """Each kind, and those with tokens that are cut out of ordinary text too."""
+    """Each kind of tokenizer, and some with added tokens that are also recognised in ordinary text."""
     if request.param == "spiece and more":
         return SentencePieceTokenizer({"spiece.model": spiece, **with_added(SEP)})
     if request.param == "bytes and more":
@@ -245,7 +245,7 @@ BITS = st.sampled_from([*LITERALS, "<sep>", "<end>", "<se", "p>", "＜extra_id_1
 @example(texts=NASTY)
 @example(texts=LITERALS)
 @example(texts=["a <se", "p> b", "", "a<end>", "<end>", "<end> <sep> "])
-def test_arrays_are_the_batch(texts: list[str], any_tokenizer: Tokenizer) -> None:
+def test_arrays_equal_the_batch(texts: list[str], any_tokenizer: Tokenizer) -> None:
     rows = any_tokenizer.encode_batch(texts, eos=True, specials=False)
     assert rows == [any_tokenizer.encode(text, eos=True, specials=False) for text in texts]
     for dtype in (np.dtype(np.uint16), np.dtype(np.uint32)):
@@ -255,23 +255,23 @@ def test_arrays_are_the_batch(texts: list[str], any_tokenizer: Tokenizer) -> Non
         assert tokens.tolist() == [id for row in rows for id in row]
 
 
-def test_arrays_keep_the_rule_of_no_second_eos() -> None:
+def test_arrays_add_no_second_eos() -> None:
     tokens, lengths = ByteTokenizer(with_added(END)).encode_arrays(["a<end>", "a"], np.dtype(np.uint16))
     assert (tokens.tolist(), lengths.tolist()) == ([100, 1, 100, 1], [2, 2])
 
 
 @examples
 @given(text=TEXTS)
-def test_ordinary_text_has_no_special_ids(text: str, pair: tuple[Tokenizer, Any]) -> None:
+def test_ordinary_text_yields_no_special_ids(text: str, pair: tuple[Tokenizer, Any]) -> None:
     ours = pair[0]
     ids = ours.encode(text, eos=False, specials=False)
-    named = {ours.encode(literal, eos=False)[0] for literal in LITERALS} - {ours.unk_id}
-    assert not named & set(ids)
+    special_ids = {ours.encode(literal, eos=False)[0] for literal in LITERALS} - {ours.unk_id}
+    assert not special_ids & set(ids)
     if isinstance(ours, ByteTokenizer):
         assert ours.decode(ids) == text
 
 
-def test_ordinary_text_is_segmented_as_google_does(spiece: bytes, directories: dict[str, Path]) -> None:
+def test_ordinary_text_is_segmented_as_by_google(spiece: bytes, directories: dict[str, Path]) -> None:
     google = sentencepiece.SentencePieceProcessor(model_proto=spiece)
     texts = [*NASTY, *LITERALS, "".join(LITERALS), "a <pad> b</s><extra_id_3>, c"]
     for kind in ("json", "spiece"):
@@ -281,36 +281,36 @@ def test_ordinary_text_is_segmented_as_google_does(spiece: bytes, directories: d
         assert ours.decode(ours.encode("a <pad> b</s>.", specials=False)) == "a <pad> b</s>."
 
 
-def test_ids_outside_the_vocabulary_spell_nothing(pair: tuple[Tokenizer, Any]) -> None:
+def test_ids_outside_the_vocabulary_decode_to_nothing(pair: tuple[Tokenizer, Any]) -> None:
     ours = pair[0]
     ids = ours.encode("Hello, world", eos=False)
     assert ours.decode([-100, *ids, ours.size, ours.size + 27, 10**6]) == ours.decode(ids)
 
 
-def test_files_written_elsewhere_load_as_the_same_tokenizer(pair: tuple[Tokenizer, Any], tmp_path: Path) -> None:
+def test_copied_files_load_as_the_same_tokenizer(pair: tuple[Tokenizer, Any], tmp_path: Path) -> None:
     ours, theirs = pair
     write(tmp_path, ours.files)
-    again, reference = load_tokenizer(tmp_path), type(theirs).from_pretrained(tmp_path)
-    assert again is not None
-    assert again.encode_batch(NASTY) == ours.encode_batch(NASTY) == [reference(text).input_ids for text in NASTY]
-    assert again.files == ours.files
+    reloaded, reference = load_tokenizer(tmp_path), type(theirs).from_pretrained(tmp_path)
+    assert reloaded is not None
+    assert reloaded.encode_batch(NASTY) == ours.encode_batch(NASTY) == [reference(text).input_ids for text in NASTY]
+    assert reloaded.files == ours.files
 
 
-def test_pickles_for_worker_processes(pair: tuple[Tokenizer, Any]) -> None:
+def test_pickled_tokenizer_is_equal(pair: tuple[Tokenizer, Any]) -> None:
     ours = pair[0]
     ours.encode("a <pad>", specials=False)
-    again = pickle.loads(pickle.dumps(ours))
+    unpickled = pickle.loads(pickle.dumps(ours))
     for specials in (True, False):
-        assert again.encode_batch(NASTY, specials=specials) == ours.encode_batch(NASTY, specials=specials)
+        assert unpickled.encode_batch(NASTY, specials=specials) == ours.encode_batch(NASTY, specials=specials)
     ids = ours.encode("a <extra_id_0>")
-    assert again.decode(ids) == ours.decode(ids)
+    assert unpickled.decode(ids) == ours.decode(ids)
 
 
 # mT5
 
 
 def test_rare_characters_are_bytes_in_mt5(multilingual: Path) -> None:
-    # Not so in transformers 5, which has them as <unk>; this is what SentencePiece and transformers 4 do.
+    # As in SentencePiece and transformers 4; in transformers 5 they become <unk>.
     ours = load_tokenizer(multilingual)
     google = sentencepiece.SentencePieceProcessor(model_file=str(multilingual / "spiece.model"))
     assert isinstance(ours, SentencePieceTokenizer)
@@ -323,7 +323,7 @@ def test_rare_characters_are_bytes_in_mt5(multilingual: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text in NASTY if text.isascii() and "\x00" not in text and "0x" not in text])
-def test_mt5_as_transformers(text: str, multilingual: Path) -> None:
+def test_mt5_equals_transformers(text: str, multilingual: Path) -> None:
     ours = load_tokenizer(multilingual)
     assert ours is not None
     assert_same(text, ours, transformers.T5Tokenizer.from_pretrained(multilingual))
@@ -337,7 +337,7 @@ def test_sentinels_of_mt5_are_pieces(multilingual: Path) -> None:
     ids = ours.encode("<extra_id_3> a <extra_id_13>", specials=False)
     assert not set(ids) & set(ours.sentinels)
     assert ours.decode(ids) == "<extra_id_3> a <extra_id_13>"
-    # Without a tokenizer_config.json, too, no second set of sentinels is appended.
+    # No second set of sentinels is appended, even without a tokenizer_config.json.
     bare = SentencePieceTokenizer({"spiece.model": ours.files["spiece.model"]})
     assert (bare.size, bare.sentinels) == (ours.size, ours.sentinels)
 
@@ -353,10 +353,10 @@ def test_mt5_as_tokenizer_json(multilingual: Path, tmp_path: Path) -> None:
     assert fast.decode(ids) == "<extra_id_3> a <extra_id_13>"
 
 
-# What directories say
+# Tokenizer directories
 
 
-def test_tokens_that_a_user_added(spiece: bytes, tmp_path: Path) -> None:
+def test_user_defined_tokens(spiece: bytes, tmp_path: Path) -> None:
     config = {
         "extra_ids": 100,
         "additional_special_tokens": [*(f"<extra_id_{k}>" for k in range(100)), "<mask>"],
@@ -409,7 +409,7 @@ def byt5_configs() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("config", byt5_configs().values(), ids=byt5_configs())
-def test_byt5_configs_as_transformers(config: dict[str, Any], tmp_path: Path) -> None:
+def test_byt5_configs_equal_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"tokenizer_class": "ByT5Tokenizer"}
     ours = load_tokenizer(write(tmp_path, {"tokenizer_config.json": config}))
     theirs = transformers.ByT5Tokenizer.from_pretrained(tmp_path)
@@ -419,7 +419,7 @@ def test_byt5_configs_as_transformers(config: dict[str, Any], tmp_path: Path) ->
         assert_same(text, ours, theirs)
 
 
-def test_bytes_without_any_files(tmp_path: Path) -> None:
+def test_byte_tokenizer_without_files(tmp_path: Path) -> None:
     ours = ByteTokenizer()
     assert ours.size == 384
     assert ours.encode("é <pad>", specials=False) == [198, 172, 35, 63, 115, 100, 103, 65, 1]
@@ -436,16 +436,16 @@ def test_bytes_without_any_files(tmp_path: Path) -> None:
     assert_same("x <extra_id_0> y", ours, theirs)
 
 
-def test_text_is_never_cut_or_padded(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_text_is_never_truncated_or_padded(directories: dict[str, Path], tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in directories["json"].iterdir()}
     spec = json.loads(files["tokenizer.json"])
     spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     pad = {"pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
     spec["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, **pad}
-    ours, whole = load_tokenizer(write(tmp_path, {**files, "tokenizer.json": spec})), JsonTokenizer(files)
+    ours, unlimited = load_tokenizer(write(tmp_path, {**files, "tokenizer.json": spec})), JsonTokenizer(files)
     assert ours is not None
     for specials in (True, False):
-        assert ours.encode_batch(NASTY, specials=specials) == whole.encode_batch(NASTY, specials=specials)
+        assert ours.encode_batch(NASTY, specials=specials) == unlimited.encode_batch(NASTY, specials=specials)
 
 
 def test_tokenizer_json_is_preferred(directories: dict[str, Path], spiece: bytes, tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_tokenizer_json_is_preferred(directories: dict[str, Path], spiece: bytes
     assert ours.files == files
 
 
-def test_a_directory_without_tokenizer(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_gives_none(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": {"model_type": "t5"}})
     assert load_tokenizer(tmp_path) is None
     assert load_tokenizer(tmp_path / "missing") is None
@@ -472,17 +472,17 @@ def test_corrupt_files_are_named(name: str, content: bytes, tmp_path: Path) -> N
     assert str(tmp_path) in str(error.value)
 
 
-def test_unsupported_directories_say_what_would_do(spiece: bytes, tmp_path: Path) -> None:
-    half = write(tmp_path / "gpt2", {"vocab.json": {}})
+def test_unsupported_directories_say_what_is_expected(spiece: bytes, tmp_path: Path) -> None:
+    incomplete = write(tmp_path / "gpt2", {"vocab.json": {}})
     with pytest.raises(ValueError, match=r"expected tokenizer\.json, .*got only vocab\.json"):
-        load_tokenizer(half)
+        load_tokenizer(incomplete)
     names = write(tmp_path / "names", {"spiece.model": spiece, "tokenizer_config.json": {"pad_token": "[PAD]"}})
-    with pytest.raises(ValueError, match=r"got \[PAD\]: None, </s>: 1; name tokens"):
+    with pytest.raises(ValueError, match=r"got \[PAD\]: None, </s>: 1; set pad_token"):
         load_tokenizer(names)
 
 
-def test_gpt2s_two_files_are_transformers_tokenizer(tmp_path: Path) -> None:
-    """vocab.json and merges.txt without a tokenizer.json; the only special token is also what pads."""
+def test_gpt2_vocab_and_merges_equal_transformers(tmp_path: Path) -> None:
+    """vocab.json and merges.txt without a tokenizer.json; the only special token is also the pad token."""
     from tokenizers import ByteLevelBPETokenizer
 
     backend = ByteLevelBPETokenizer()

@@ -1,4 +1,4 @@
-"""What is trained here loads here and in transformers, as the same tokenizer."""
+"""Trained vocabularies load as the same tokenizer here and in transformers."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from flaxen.errors import InputError
 
 TRAINERS: dict[str, Callable[..., Files]] = {"sentencepiece": train_sentencepiece, "bpe": train_bpe}
 DOCUMENTS = list(topics.values())[:25]
-# Prose. In runs such as "*****" some segmentations are equally likely, and transformers 5 may take another.
+# Prose only. In runs such as "*****" several segmentations are equally likely, and transformers 5 may choose another.
 PROSE = [
     line.strip() for text in DOCUMENTS for line in text.splitlines() if re.match(r"[A-Z][a-z]+ [a-z]+ [a-z]+", line)
 ]
@@ -62,9 +62,9 @@ def test_ids_are_those_of_t5(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("beside_a_model", [False, True])
-def test_transformers_has_the_same_ids(directory: Path, tmp_path: Path, beside_a_model: bool) -> None:
+def test_ids_and_text_equal_transformers(directory: Path, tmp_path: Path, beside_a_model: bool) -> None:
     write(tmp_path, {path.name: path.read_bytes() for path in directory.iterdir()})
-    if beside_a_model:  # the model's type must not bring another tokenizer
+    if beside_a_model:  # the type of the model must not change the tokenizer
         (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     ours, theirs = load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (len(theirs), theirs.pad_token_id, theirs.eos_token_id, theirs.unk_token_id) == (700, 0, 1, 2)
@@ -84,10 +84,10 @@ def test_both_settings_files_name_the_special_tokens(directory: Path) -> None:
         assert [table[role] for role in ("pad_token", "eos_token", "unk_token")] == ["<pad>", "</s>", "<unk>"]
 
 
-def test_text_returns(kind: str, directory: Path) -> None:
+def test_text_survives_encoding_and_decoding(kind: str, directory: Path) -> None:
     ours = load(directory)
     for text in filter(str.isascii, PROSE):
-        if kind == "sentencepiece":  # which has only single spaces, as T5
+        if kind == "sentencepiece":  # which, as in T5, merges white space into single spaces
             assert ours.decode(ours.encode(text)) == " ".join(text.split())
         else:
             spaced = f"\n  {text}\t\r\n é😀\x00 ."
@@ -107,20 +107,20 @@ def test_any_number_of_sentinels(kind: str, sentinels: int, tmp_path: Path) -> N
     assert ours.encode(text) == theirs(text).input_ids
 
 
-def test_same_text_same_bytes(kind: str) -> None:
+def test_training_is_deterministic(kind: str) -> None:
     options: dict[str, Any] = {"sample": 101} if kind == "sentencepiece" else {}
     first, second = (TRAINERS[kind](iter(DOCUMENTS), 500, **options) for _ in range(2))
     assert first == second
 
 
-def test_bytes_for_rare_characters(tmp_path: Path) -> None:
+def test_byte_fallback_encodes_rare_characters(tmp_path: Path) -> None:
     ours = load(write(tmp_path, train_sentencepiece(DOCUMENTS, 700, byte_fallback=True)))
     text = "été 你好 😀"
     assert ours.decode(ours.encode(text)) == text
     assert 2 not in ours.encode(text)
 
 
-def test_pieces_merged_pair_by_pair(tmp_path: Path) -> None:
+def test_sentencepiece_bpe_merges_pairs_of_earlier_pieces(tmp_path: Path) -> None:
     options: dict[str, Any] = {"sentinels": 0, "coverage": 1.0}
     files = train_sentencepiece(DOCUMENTS, 700, **options, model_type="bpe")
     assert files == train_sentencepiece(DOCUMENTS, 700, **options, model_type="bpe")
@@ -128,14 +128,14 @@ def test_pieces_merged_pair_by_pair(tmp_path: Path) -> None:
     assert (ours.size, ours.pad_id, ours.eos_id, ours.unk_id, ours.sentinels) == (700, 0, 1, 2, ())
     merged = [ours.token(id) for id in range(3, 700)]
     characters = {piece for piece in merged if len(piece) == 1}
-    for k, piece in enumerate(merged):  # a pair of what there was before, which no unigram model need be
+    for k, piece in enumerate(merged):  # two earlier pieces; in a unigram model this need not hold
         parts = characters.union(merged[:k])
         assert piece in characters or any(piece[:i] in parts and piece[i:] in parts for i in range(1, len(piece)))
     for text in filter(str.isascii, PROSE):
         ids = ours.encode(text)
         assert ours.unk_id not in ids
         assert ours.decode(ids) == " ".join(text.split())
-    with pytest.raises(InputError, match=r"it allows .* ids at most"):
+    with pytest.raises(InputError, match=r"it allows at most .* ids"):
         train_sentencepiece(DOCUMENTS[:8], 90_000, model_type="bpe")
 
 
@@ -148,29 +148,29 @@ def test_coverage_decides_which_characters_are_pieces(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["зубр " * 4000, "зубр" * 4000, "зубр \u2585 <pad>" * 9, "a\n" * 5000 + "зубр"])
 def test_no_text_is_dropped(text: str, tmp_path: Path) -> None:
-    # SentencePiece itself passes over what is longer than 4192 bytes, or holds its mark for unknown.
+    # SentencePiece by itself drops sentences longer than 4192 bytes, or with its mark for unknown characters.
     ours = load(write(tmp_path, train_sentencepiece([*DOCUMENTS[:8], text], 500, coverage=1.0)))
     assert 2 not in ours.encode("зубр")
 
 
-def test_names_of_special_tokens_in_the_text(kind: str, tmp_path: Path) -> None:
+def test_names_of_special_tokens_in_the_text_become_no_pieces(kind: str, tmp_path: Path) -> None:
     texts = [*DOCUMENTS[:8], "x<pad>y</s><unk> <extra_id_0> <extra_id_7>" * 200]
     ours = load(write(tmp_path, TRAINERS[kind](texts, 500)))
     assert len({ours.token(id) for id in range(500)}) == 500
     assert ours.decode(ours.encode("x<pad>y", specials=False)) == "x<pad>y"
 
 
-def test_too_large_a_size_says_the_largest(kind: str) -> None:
-    with pytest.raises(InputError, match=r"too small for size 90,000: it allows ([\d,]+) ids at most") as error:
+def test_error_for_too_large_a_size_names_the_largest(kind: str) -> None:
+    with pytest.raises(InputError, match=r"too small for size 90,000: it allows at most ([\d,]+) ids") as error:
         TRAINERS[kind](DOCUMENTS[:8], 90_000)
-    largest = int(re.search(r"allows ([\d,]+)", str(error.value))[1].replace(",", ""))  # type: ignore[index]
+    largest = int(re.search(r"at most ([\d,]+)", str(error.value))[1].replace(",", ""))  # type: ignore[index]
     TRAINERS[kind](DOCUMENTS[:8], largest)
-    with pytest.raises(InputError, match=f"allows {largest:,} ids"):
+    with pytest.raises(InputError, match=f"at most {largest:,} ids"):
         TRAINERS[kind](DOCUMENTS[:8], largest + 1)
 
 
-def test_too_small_a_size_says_the_smallest(kind: str) -> None:
-    with pytest.raises(InputError, match=r"size must be at least \d+: it counts 100 sentinels"):
+def test_error_for_too_small_a_size_names_the_smallest(kind: str) -> None:
+    with pytest.raises(InputError, match=r"size must be at least \d+ \(100 sentinels"):
         TRAINERS[kind](DOCUMENTS, 60)
     if kind == "sentencepiece":
         with pytest.raises(InputError, match=r"at least (\d+) for the characters of this text, got 110") as error:
@@ -179,19 +179,19 @@ def test_too_small_a_size_says_the_smallest(kind: str) -> None:
 
 
 @pytest.mark.parametrize("texts", [[], [""], [" \n", ""]])
-def test_no_text(texts: list[str], kind: str) -> None:
+def test_training_without_text_is_refused(texts: list[str], kind: str) -> None:
     with pytest.raises(InputError, match=r"expected text|too small"):
         TRAINERS[kind](texts, 500)
 
 
 @pytest.mark.parametrize("options", [{"coverage": 0.5}, {"coverage": 1.5}, {"sample": 100}, {"sentinels": -1}])
-def test_options_out_of_range(options: dict[str, Any]) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"{next(iter(options))} must be"):
         train_sentencepiece(DOCUMENTS, 500, **options)
 
 
 @pytest.mark.parametrize("error", [InputError("line 7"), KeyboardInterrupt(), OSError("gone")])
-def test_an_error_of_the_reader_arrives_as_it_is(error: BaseException, kind: str) -> None:
+def test_errors_of_the_text_iterator_are_raised_unchanged(error: BaseException, kind: str) -> None:
     def texts() -> Iterator[str]:
         yield from DOCUMENTS
         raise error

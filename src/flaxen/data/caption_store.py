@@ -1,4 +1,4 @@
-"""The tokens of captions on disk, made once, and which image each caption is of."""
+"""Caption tokens, cached on disk, with the image each caption belongs to."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from flaxen.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class CaptionTexts:
-    """The captions of a set, image by image: a source of the token store."""
+    """The captions of a CaptionSet, image by image, as a DataSource for the token store."""
 
     captions: CaptionSet
     lowercase: bool
@@ -26,16 +26,18 @@ class CaptionTexts:
         return self.captions.source.name
 
     def identity(self) -> dict[str, Any]:
+        """Return what the texts depend on, as JSON."""
         return {"lowercase": self.lowercase, **self.captions.identity()}
 
     def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
+        """Iterate over the captions in order."""
         for i in range(len(self.captions)):
             for text in self.captions.captions(i):
                 yield text.lower() if self.lowercase else text
 
 
 class CaptionTokens:
-    """The captions of a set as tokens, each ended by eos, with the numbers of their images."""
+    """The captions of a CaptionSet as tokens, each ending in eos; `image` maps a caption to its image number."""
 
     def __init__(self, captions: CaptionSet, tokenizer: Tokenizer, lowercase: bool, cache: Path | None):
         counts = [len(captions.captions(i)) for i in range(len(captions))]
@@ -50,7 +52,7 @@ class CaptionTokens:
         return len(self.lengths)
 
     def labels(self, numbers: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """Captions with these numbers, -1 behind them. One that is cut has no end token: it is not over."""
+        """Return captions padded with -1. A truncated caption has no eos: the model must not learn to stop there."""
         batch = np.full((len(numbers), length), -1, np.int32)
         for row, number in enumerate(numbers):
             assert self._store is not None

@@ -1,4 +1,4 @@
-"""What to train on: the documents of files or of a Hugging Face data set, one at a time, in order."""
+"""Text data settings: documents from files or from a Hugging Face dataset, read one at a time, in order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,69 +14,69 @@ from flaxen.errors import InputError
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Documents in order."""
+    """A sequence of documents that can be read repeatedly, in the same order."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the source in messages."""
 
     @property
     def size(self) -> int | None:
-        """Bytes on disk, which `on_progress` counts up to; None if that is not known."""
+        """Bytes on disk, the final value that `on_progress` receives; None if unknown."""
 
     def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
-        """The documents that are not blank, in constant memory."""
+        """Iterate over the documents that are not blank, in constant memory."""
 
     def identity(self) -> dict[str, Any]:
-        """What the texts depend on, as JSON."""
+        """Return what the texts depend on, as JSON; the key of the token cache."""
 
 
 @dataclass(frozen=True)
 class DataLocation:
-    """Where data lies: files, or a Hugging Face data set."""
+    """Where data comes from: files or a Hugging Face dataset."""
 
     train: tuple[str, ...] = ()
-    """Files or globs: .txt .jsonl .json .csv .tsv .parquet, each but the last also as .gz."""
+    """Training files or glob patterns: .txt .jsonl .json .csv .tsv (each also with .gz) or .parquet."""
     validation: tuple[str, ...] = ()
-    """Files to validate on, instead of a part of the training data."""
+    """Validation files or glob patterns, used instead of a part of the training data."""
     validation_percent: float = 5.0
-    """The first so many percent of the training data validate, unless there are files or a split for it."""
+    """Percentage of the training data, from its start, to validate on if there are no validation files or split."""
     dataset: str | None = None
-    """Instead of files: a data set of the Hugging Face hub, or a directory that save_to_disk wrote."""
+    """Dataset to read instead of files: an id on the Hugging Face hub, or a save_to_disk directory. Default: none."""
     dataset_config: str | None = None
-    """The data set's configuration, if it has several."""
+    """Configuration (subset) of the dataset. Default: the dataset's own default."""
     split: str = "train"
-    """The data set's split to train on."""
+    """Split of the dataset to train on."""
     validation_split: str | None = None
-    """The data set's split to validate on."""
+    """Split of the dataset to validate on. Default: a part of the training data."""
     streaming: bool = False
-    """Read a data set of the hub as it downloads, without a copy on disk."""
+    """Stream the dataset from the hub instead of downloading it first."""
     invalid: Invalid = "error"
-    """Bytes that are not UTF-8: refuse them, or read each as U+FFFD."""
+    """What to do with bytes that are not UTF-8: stop with an error, or replace each by U+FFFD."""
     cache: Path | None = None
-    """Where tokens are kept (default: flaxen/tokens in $XDG_CACHE_HOME or ~/.cache)."""
+    """Directory of the token cache. Default: flaxen/tokens in $XDG_CACHE_HOME or ~/.cache."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation_percent < 100:
-            raise InputError(f"validation_percent must be at least 0 and below 100, got {self.validation_percent}")
+            raise InputError(f"data.validation_percent must be at least 0 and below 100, got {self.validation_percent}")
         if self.invalid not in get_args(Invalid):
-            raise InputError(f"invalid must be {' or '.join(get_args(Invalid))}, got {self.invalid!r}")
+            raise InputError(f"data.invalid must be one of {', '.join(get_args(Invalid))}, got {self.invalid!r}")
         if self.validation and self.validation_split:
-            raise InputError("validation files and validation_split exclude each other; give one of them")
-        alone = [name for name in ("dataset_config", "validation_split", "streaming") if getattr(self, name)]
-        if alone and not self.dataset:
-            raise InputError(f"{alone[0]} belongs to a data set; name one with --data.dataset")
+            raise InputError("--data.validation cannot be combined with --data.validation-split")
+        dataset_only = [name for name in ("dataset_config", "validation_split", "streaming") if getattr(self, name)]
+        if dataset_only and not self.dataset:
+            raise InputError(f"data.{dataset_only[0]} has no effect without a dataset; set one with --data.dataset")
 
     def train_source(self) -> DataSource:
-        """What to train on."""
-        # Not checked in __post_init__: default flags stand for flags that are not read yet.
+        """Return the training data."""
+        # Not checked in __post_init__: the command line builds the defaults before it reads the flags.
         if bool(self.train) == bool(self.dataset):
             got = "both" if self.train else "neither"
-            raise InputError(f"expected files (--data.train) or a data set (--data.dataset), got {got}")
+            raise InputError(f"expected either files (--data.train) or a dataset (--data.dataset), got {got}")
         return self._of_split(self.split) if self.dataset else self._of_files(find_files(self.train))
 
     def validation_source(self) -> DataSource | None:
-        """What to validate on, if it is apart from the training data."""
+        """Return the validation data if it is separate from the training data."""
         if self.validation:
             return self._of_files(find_files(self.validation))
         return self._of_split(self.validation_split) if self.validation_split else None
@@ -90,17 +90,17 @@ class DataLocation:
 
 @dataclass(frozen=True)
 class Corpus(DataLocation):
-    """Text to train on: files, or a Hugging Face data set."""
+    """Text to train on: files or a Hugging Face dataset."""
 
     column: str | None = None
-    """The column that holds the text (default: `text` if there is one, else the first)."""
+    """Column that holds the text. Default: `text` if it exists, else the first column."""
     unit: Unit = "line"
-    """What a document is in .txt: a line, the lines up to an empty one, or the file, such as a book."""
+    """What one document is in a .txt file: a line, a paragraph (lines up to an empty one), or the whole file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.unit not in get_args(Unit):
-            raise InputError(f"unit must be {' or '.join(get_args(Unit))}, got {self.unit!r}")
+            raise InputError(f"data.unit must be one of {', '.join(get_args(Unit))}, got {self.unit!r}")
 
     def _of_files(self, paths: tuple[Path, ...]) -> TextFiles:
         return TextFiles(paths, self.column, self.unit, self.invalid)
@@ -112,12 +112,13 @@ class Corpus(DataLocation):
 
 @dataclass(frozen=True)
 class DatasetSplit(DatasetRows):
-    """The documents of a split of a Hugging Face data set."""
+    """The documents in one column of a split of a Hugging Face dataset."""
 
     column: str | None = None
     invalid: Invalid = "error"
 
     def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
+        """Iterate over the documents that are not blank."""
         column = self.column or ""
 
         def choose(columns: list[str], where: str) -> list[str]:
@@ -131,4 +132,5 @@ class DatasetSplit(DatasetRows):
                 yield text
 
     def identity(self) -> dict[str, Any]:
+        """Return what the texts depend on, as JSON."""
         return super().identity() | {"column": self.column, "invalid": self.invalid}

@@ -1,4 +1,4 @@
-"""Rows of Hugging Face data sets: from the hub, or from a directory that save_to_disk wrote."""
+"""Read rows of Hugging Face datasets, from the hub or from a directory written by save_to_disk."""
 
 import json
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from typing import Any
 
 from flaxen.data.files import Invalid, OnProgress
 from flaxen.data.tables import Choose, Row
-from flaxen.errors import InputError, did_you_mean
+from flaxen.errors import InputError, unknown
 
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """A split of a data set as a table."""
+    """One split of a dataset, as a table."""
 
     dataset: str
     config: str | None = None
@@ -29,7 +29,7 @@ class DatasetRows:
         return None
 
     def load(self) -> Any:
-        """The split as `datasets` has it."""
+        """Load the split with the `datasets` library."""
         datasets, saved = self._library(), self._saved()
         try:
             if saved:
@@ -39,61 +39,64 @@ class DatasetRows:
             raise self._failure(error) from error
 
     def rows(self, choose: Choose, invalid: Invalid, on_progress: OnProgress) -> Iterator[Row]:
+        """Iterate over the chosen columns of each row."""
         table = self.load()
         try:
-            columns = table.column_names or list(next(iter(table), {}))  # a stream may not know before it reads
-            wanted = choose(columns, self.name)
+            columns = table.column_names or list(next(iter(table), {}))  # a stream may not know its columns yet
+            chosen = choose(columns, self.name)
             number = 0
-            for batch in table.select_columns(wanted).iter(batch_size=256):
-                for cells in zip(*(batch[name] for name in wanted)):
+            for batch in table.select_columns(chosen).iter(batch_size=256):
+                for cells in zip(*(batch[name] for name in chosen)):
                     number += 1
-                    yield f"{self.name}, row {number}", dict(zip(wanted, cells))
+                    yield f"{self.name}, row {number}", dict(zip(chosen, cells))
         except InputError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
             raise self._failure(error) from error
 
     def identity(self) -> dict[str, Any]:
+        """Return what the rows depend on, as JSON."""
         saved = self._saved()
         if saved:
             state = saved / "state.json"
-            of_data = [str(saved.resolve()), _json(state).get("_fingerprint"), state.stat().st_mtime_ns]
+            version = [str(saved.resolve()), _json(state).get("_fingerprint"), state.stat().st_mtime_ns]
         else:
-            try:  # the builder's ids stand for the commit or the files' dates; nothing is downloaded for them
+            try:  # the builder's ids identify the commit or the files' dates, without downloading data
                 builder = self._library().load_dataset_builder(self.dataset, self.config)
             except (OSError, ValueError, RuntimeError) as error:
                 raise self._failure(error) from error
-            of_data = [self.dataset, self.config, builder.config_id, builder.hash]
-        return {"dataset": of_data, "split": self.split}
+            version = [self.dataset, self.config, builder.config_id, builder.hash]
+        return {"dataset": version, "split": self.split}
 
     def _saved(self) -> Path | None:
-        """The directory in which save_to_disk keeps this split, if the data set is one of its directories."""
+        """Return the directory of this split if the dataset was written by save_to_disk, else None."""
         path = Path(self.dataset).expanduser()
         if (path / "dataset_dict.json").exists():
-            found, splits = path / self.split, _json(path / "dataset_dict.json").get("splits", [])
+            directory, splits = path / self.split, _json(path / "dataset_dict.json").get("splits", [])
         elif (path / "state.json").exists():
-            found, splits = path, [_json(path / "state.json").get("_split") or "train"]
+            directory, splits = path, [_json(path / "state.json").get("_split") or "train"]
         else:
             return None
         if self.split not in splits:
-            there = f"{', '.join(splits)}{did_you_mean(self.split, splits)}"
             raise InputError(
-                f"{self.dataset} has no split {self.split!r}; there are: {there}; choose with --data.split"
+                f"{self.dataset}: {unknown('split', self.split, splits)}; choose another with --data.split"
             )
-        return found
+        return directory
 
     def _library(self) -> Any:
         try:
             import datasets
         except ImportError:
-            raise InputError("reading a data set needs `datasets`; pip install 'flaxen[datasets]'") from None
+            raise InputError(
+                "reading a dataset requires datasets; install it with: pip install 'flaxen[datasets]'"
+            ) from None
         return datasets
 
     def _failure(self, error: Exception) -> InputError:
-        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return InputError(
-            f"cannot read the data set {self.name} ({said}); check its name, --data.dataset-config, --data.split "
-            "and the network, or HF_TOKEN for a private one"
+            f"cannot read the dataset {self.name}: {reason}; check its name, --data.dataset-config, --data.split, "
+            "the network, and HF_TOKEN if the dataset is private"
         )
 
 

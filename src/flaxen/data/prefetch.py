@@ -1,4 +1,4 @@
-"""Batches made ahead of their use, by a thread: NumPy works while the model does."""
+"""Prefetch batches in a background thread, so that NumPy prepares data while the model computes."""
 
 import queue
 import threading
@@ -10,11 +10,12 @@ S = TypeVar("S")
 
 
 def prefetch(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Generator[T, None, None]:
-    """make(item) for each item, in order, up to `depth` of them before they are asked for."""
+    """Yield make(item) for each item, in order, computing up to `depth` results in advance."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()
 
     def put(result: tuple[T | None, BaseException | None]) -> None:
+        # The timeout lets the thread notice that the consumer has stopped while the queue is full.
         while not stop.is_set():
             try:
                 ready.put(result, timeout=0.1)
@@ -30,18 +31,18 @@ def prefetch(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Gene
                 put((make(item), None))
             put((None, StopIteration()))
         except BaseException as error:
-            put((None, error))  # raised where the batch is awaited
+            put((None, error))  # raised again in the consumer's thread
 
     thread = threading.Thread(target=work, name="flaxen-batches", daemon=True)
     thread.start()
     try:
         while True:
-            made, error = ready.get()
+            result, error = ready.get()
             if isinstance(error, StopIteration):
                 return
             if error is not None:
                 raise error
-            yield made  # type: ignore[misc]
+            yield result  # type: ignore[misc]
     finally:
         stop.set()
-        thread.join()  # a thread that is inside JAX when the interpreter ends takes the process down with it
+        thread.join()  # a thread inside JAX at interpreter exit would crash the process

@@ -1,4 +1,4 @@
-"""The tokens of a corpus on disk: made once in one pass, then memory-mapped."""
+"""Token cache on disk: a corpus is tokenized once, in one pass, and memory-mapped from then on."""
 
 import contextlib
 import errno
@@ -26,15 +26,18 @@ from flaxen.errors import InputError
 
 FORMAT = 1
 BATCH = 1 << 18  # characters tokenized together
-RESIDENT = 1 << 27  # bytes of the mapping that may stay in memory
-FAULT = 1 << 21  # Linux may map this much of a file, a huge page, for one byte that is touched
+RESIDENT = 1 << 27  # bytes of the memory mapping that may stay resident
+FAULT = 1 << 21  # Linux may map a huge page of this size for a single byte that is read
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600.0
 PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(?P<pid>\d+)\.(?P<host>.*)\.partial")
 
 
 class TokenStore:
-    """All tokens of a source in one row, each document ended by eos."""
+    """All tokens of a source in one sequence, each document ending in eos.
+
+    A directory with tokens.bin (uint16 or uint32), offsets.bin (uint64, where documents start) and meta.json.
+    """
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -42,26 +45,24 @@ class TokenStore:
             self.n_tokens: int = meta["n_tokens"]
             self.n_documents: int = meta["n_documents"]
             self.digest: str = meta["digest"]
-            self._map, self._tokens = _mapped(directory / "tokens.bin", meta["dtype"], self.n_tokens)
-            _, self._offsets = _mapped(directory / "offsets.bin", "uint64", self.n_documents + 1)
+            self._map, self._tokens = _map_file(directory / "tokens.bin", meta["dtype"], self.n_tokens)
+            _, self._offsets = _map_file(directory / "offsets.bin", "uint64", self.n_documents + 1)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{directory} is no whole token store ({error}); remove it to have it made again"
-            ) from None
+            raise InputError(f"{directory} is an incomplete token store: {error}; delete it to rebuild it") from None
         self.directory = directory
         self._touched = 0
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """int32 [len(starts), length]: the `length` tokens from each start on."""
+        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > self.n_tokens):
-            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} leave the {self.n_tokens} tokens")
+            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {self.n_tokens} tokens")
         result = np.empty((len(starts), length), np.int32)
         size = self._tokens.itemsize
         chunk = RESIDENT // (FAULT + length * size) + 1
         for first in range(0, len(starts), chunk):
             part = starts[first : first + chunk]
-            # All rows there could be, overlapping, as a view: indexing it copies whole rows.
+            # A view of all possible rows, which overlap (stride of one token); indexing it copies whole rows at once.
             shape = (self.n_tokens - length + 1, length)
             result[first : first + chunk] = np.ndarray(shape, self._tokens.dtype, self._map, strides=(size, size))[part]
             self._touched += len(part)
@@ -70,11 +71,11 @@ class TokenStore:
         return result
 
     def document_start(self, i: int) -> int:
-        """Where document i begins; for i = n_documents, where the last one ends."""
+        """Return where document i begins; for i = n_documents, where the last one ends."""
         return int(self._offsets[i])
 
     def document(self, i: int) -> np.ndarray:
-        """int32: the tokens of document i, its end included."""
+        """Return the tokens of document i, eos included, as int32."""
         tokens = self._tokens[self.document_start(i) : self.document_start(i + 1)].astype(np.int32)
         self._touched += 1
         if self._touched >= RESIDENT // (FAULT + tokens.nbytes):
@@ -82,21 +83,22 @@ class TokenStore:
         return tokens
 
     def document_lengths(self) -> np.ndarray:
-        """int64: tokens of every document."""
+        """Return the number of tokens of each document, as int64."""
         return np.diff(self._offsets.astype(np.int64))
 
     def _release(self) -> None:
-        # What was read of the file counts as this process's memory until it is given back, and must be mapped
-        # again when read again: so it is given back now and then, not after every call.
+        """Release the mapped pages, which count as memory of this process."""
+        # Released pages must be mapped again when they are read again, so callers do this rarely, not on every read.
         self._touched = 0
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def _mapped(path: Path, dtype: str, count: int) -> tuple[mmap.mmap, np.ndarray]:
+def _map_file(path: Path, dtype: str, count: int) -> tuple[mmap.mmap, np.ndarray]:
+    """Memory-map a file of `count` numbers, after checking its size."""
     expected, size = count * np.dtype(dtype).itemsize, path.stat().st_size
     if size != expected:
-        raise ValueError(f"{path.name} should have {expected:,} bytes and has {size:,}")
+        raise ValueError(f"{path.name} must have {expected:,} bytes, got {size:,}")
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return mapping, np.frombuffer(mapping, dtype)
@@ -104,7 +106,7 @@ def _mapped(path: Path, dtype: str, count: int) -> tuple[mmap.mmap, np.ndarray]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A part of a store: its tokens first … last - 1."""
+    """A contiguous part of a token store: tokens first … last - 1."""
 
     store: TokenStore
     first: int
@@ -114,30 +116,30 @@ class Tokens:
         return self.last - self.first
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """int32 [len(starts), length]: the tokens from each start on, counted from the part's first."""
+        """Return the `length` tokens from each start on, as int32; starts count from the first token of the part."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
-            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} leave the {len(self)} tokens")
+            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {len(self)} tokens")
         return self.store.rows(starts + self.first, length)
 
 
 def open_corpus(corpus: Corpus, tokenizer: Tokenizer, progress: bool = True) -> tuple[Tokens, Tokens]:
-    """The tokens to train on, and those to validate on."""
+    """Open the training and the validation tokens; without separate validation data, hold out the first documents."""
     train, validation = corpus.train_source(), corpus.validation_source()
     store = open_store(train, tokenizer, corpus.cache, progress)
     if validation:
-        other = open_store(validation, tokenizer, corpus.cache, progress)
-        return Tokens(store, 0, store.n_tokens), Tokens(other, 0, other.n_tokens)
-    # Whole documents, unless there is only one: then its tokens are divided.
-    whole = store.n_documents > 1
-    count, percent = store.n_documents if whole else store.n_tokens, corpus.validation_percent
+        validation_store = open_store(validation, tokenizer, corpus.cache, progress)
+        return Tokens(store, 0, store.n_tokens), Tokens(validation_store, 0, validation_store.n_tokens)
+    # Hold out whole documents; a single document is split between its tokens.
+    by_document = store.n_documents > 1
+    count, percent = store.n_documents if by_document else store.n_tokens, corpus.validation_percent
     held = min(max(round(count * percent / 100), 1), count - 1) if percent else 0
-    cut = store.document_start(held) if whole else held
+    cut = store.document_start(held) if by_document else held
     return Tokens(store, cut, store.n_tokens), Tokens(store, 0, cut)
 
 
 def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, progress: bool = True) -> TokenStore:
-    """The tokens of a source: from the cache, or made now."""
+    """Open the token store of a source from the cache, tokenizing the source first if it is not there."""
     root = (cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flaxen", "tokens")).expanduser()
     identity = source.identity()
     target = root / _key(identity, tokenizer)
@@ -147,25 +149,27 @@ def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, pro
 
 
 def _key(identity: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """A name for what the tokens depend on."""
-    about = [FORMAT, identity, type(tokenizer).__name__, {name: len(tokenizer.files[name]) for name in tokenizer.files}]
-    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
+    """Hash everything that the tokens depend on; the name of the store's directory."""
+    parts = [FORMAT, identity, type(tokenizer).__name__, {name: len(tokenizer.files[name]) for name in tokenizer.files}]
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tokenizer.files):
         digest.update(tokenizer.files[name])
     return digest.hexdigest()
 
 
 def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer: Tokenizer, progress: bool) -> None:
-    """Writes a store beside its place and moves it there when it is whole."""
+    """Build a store in a temporary directory and move it to `target` when it is complete."""
     root = target.parent
-    # The name says who writes it, so that others can tell whether it was left behind.
+    # The name holds host and process id, so that other processes can tell an abandoned build from a running one.
     fresh = root / f"{target.name}.{uuid.uuid4().hex[:8]}.{os.getpid()}.{socket.gethostname()}.partial"
     try:
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
         fresh.mkdir()
     except OSError as error:
-        raise InputError(f"cannot write to {root} ({error.strerror}); name another place with --data.cache") from error
+        raise InputError(
+            f"cannot write {root}: {error.strerror}; choose another directory with --data.cache"
+        ) from error
     position = 0
     try:
         with _Bar(source, progress) as bar:
@@ -177,41 +181,42 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
 
             meta = _write(fresh, source.texts(on_progress), tokenizer, bar.documents)
         if not meta["n_documents"]:
-            raise InputError(f"no document in {source.name}: expected text, got nothing but blank lines")
+            raise InputError(f"{source.name} contains no documents: expected text, got only blank lines")
         if source.identity() != identity:
-            raise InputError(f"{source.name} changed while it was read; run again when it is complete")
+            raise InputError(f"{source.name} changed while it was being read; rerun the command when it is complete")
         (fresh / "meta.json").write_text(json.dumps({**meta, "identity": identity}, indent=2) + "\n", encoding="utf-8")
         for path in [*fresh.iterdir(), fresh]:
             sync(path)
-        # Another process may have made the same store meanwhile: then that one is used.
+        # Another process may have built the same store in the meantime; then that one is used.
         with contextlib.suppress(FileExistsError):
             _rename(fresh, target)
         sync(root)
     except OSError as error:
         if error.errno not in FULL:
-            raise InputError(f"cannot write to {root} ({error}); name another place with --data.cache") from error
-        done, free = _bytes(fresh), shutil.disk_usage(root).free
+            raise InputError(f"cannot write {root}: {error}; choose another directory with --data.cache") from error
+        done, free = _size(fresh), shutil.disk_usage(root).free
+        # Extrapolated from the fraction of the source that was read.
         need = (
             f"about {done * source.size // position / 1e6:,.0f}"
             if source.size and position
             else f"more than {done / 1e6:,.0f}"
         )
         raise InputError(
-            f"no space for the tokens of {source.name} in {root} ({error.strerror}): they need {need} MB, "
-            f"{(free + done) / 1e6:,.0f} MB are free; make room, or name another place with --data.cache"
+            f"no space for the tokens of {source.name} in {root}: {error.strerror}; they need {need} MB and "
+            f"{(free + done) / 1e6:,.0f} MB are free. Free some space, or choose another directory with --data.cache"
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _write(directory: Path, texts: Iterator[str], tokenizer: Tokenizer, count: Callable[[int], None]) -> dict[str, Any]:
-    """tokens.bin and offsets.bin; gives what meta.json says of them."""
+    """Write tokens.bin and offsets.bin; return the contents of meta.json."""
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     digest = hashlib.blake2b(digest_size=16)
     n_tokens = n_documents = 0
     with (directory / "tokens.bin").open("wb") as tokens_file, (directory / "offsets.bin").open("wb") as offsets_file:
         offsets_file.write(np.zeros(1, np.uint64).data)
-        for tokens, lengths in _encoded(texts, tokenizer, dtype):
+        for tokens, lengths in _encode(texts, tokenizer, dtype):
             tokens_file.write(tokens.data)
             digest.update(tokens.data)
             offsets_file.write((n_tokens + np.cumsum(lengths, dtype=np.uint64)).data)
@@ -221,15 +226,15 @@ def _write(directory: Path, texts: Iterator[str], tokenizer: Tokenizer, count: C
     return {"format": FORMAT, "dtype": dtype.name, **counts, "digest": digest.hexdigest()}
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Arrays]:
-    """Tokens of batches, in order."""
-    # No threads here: both tokenizer libraries use all cores within a batch, and what is left holds Python's lock.
+def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Arrays]:
+    """Tokenize texts batch by batch, in order."""
+    # No threads here: both tokenizer libraries use all cores within a batch, and the rest would hold the GIL.
     for batch in _batches(texts):
         yield tokenizer.encode_arrays(batch, dtype)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of at most BATCH characters; a longer document is alone."""
+    """Group texts into lists of at most BATCH characters; a longer document gets a list of its own."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -243,6 +248,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _rename(fresh: Path, target: Path) -> None:
+    """Move a directory; raise FileExistsError if the target exists, whatever error the system gives for that."""
     try:
         fresh.rename(target)
     except OSError:
@@ -252,48 +258,49 @@ def _rename(fresh: Path, target: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what killed builds left: their process is gone, or nothing was written for a day."""
+    """Delete abandoned builds: those whose process has ended, or that were not written to for a day."""
     for path in root.glob("*.partial"):
         written_by = PARTIAL.fullmatch(path.name)
-        if not written_by:  # not ours: --data.cache may name a directory with other things in it
+        if not written_by:  # not ours: the user's cache directory may hold other files
             continue
-        pid, here = int(written_by["pid"]), written_by["host"] == socket.gethostname()
-        with contextlib.suppress(OSError):  # another process may be sweeping too, or finish its build
+        pid, same_host = int(written_by["pid"]), written_by["host"] == socket.gethostname()
+        with contextlib.suppress(OSError):  # another process may delete it too, or finish its build
             newest = max(p.stat().st_mtime for p in [path, *path.iterdir()])
-            if (here and not _alive(pid)) or time.time() - newest > DAY:
+            if (same_host and not _alive(pid)) or time.time() - newest > DAY:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:
-    if os.name != "posix":  # there os.kill would end the process
+    """Return whether a process with this id is running on this machine."""
+    if os.name != "posix":  # on Windows, os.kill(pid, 0) would terminate the process
         return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # it runs as another user
         return True
     return True
 
 
-def _bytes(directory: Path) -> int:
+def _size(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
 class _Bar:
-    """A progress bar on a terminal's standard error: bytes if the source knows its size, else documents."""
+    """Progress bar on standard error, if it is a terminal: bytes if the source knows its size, else documents."""
 
-    def __init__(self, source: DataSource, wanted: bool) -> None:
+    def __init__(self, source: DataSource, enabled: bool) -> None:
         self._total = source.size
         self._progress: Any = None
-        if wanted and sys.stderr.isatty():
+        if enabled and sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
 
-            known = [progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()]
-            known.append(progress.TimeRemainingColumn())
-            unknown = [progress.TextColumn("{task.completed:,} documents"), progress.TimeElapsedColumn()]
-            columns = [progress.TextColumn("tokenizing"), *(unknown if self._total is None else known)]
+            with_total = [progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()]
+            with_total.append(progress.TimeRemainingColumn())
+            without_total = [progress.TextColumn("{task.completed:,} documents"), progress.TimeElapsedColumn()]
+            columns = [progress.TextColumn("tokenizing"), *(without_total if self._total is None else with_total)]
             self._progress = progress.Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._progress.add_task("", total=self._total)
 

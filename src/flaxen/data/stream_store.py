@@ -1,4 +1,4 @@
-"""Long rows of tokens to predict: raw bytes, the pixels of pictures, or the tokens of texts laid end to end."""
+"""Token streams for language modelling: raw bytes, pixels of images, or concatenated texts, cut into sequences."""
 
 import gzip
 import hashlib
@@ -17,30 +17,30 @@ from flaxen.data.streams import LanguageData
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 
-FIRST = 3  # the id of byte 0: pad, end and unknown come before
-MEASURED = 1 << 22  # tokens that words and bytes are counted in, at most
+FIRST = 3  # id of byte 0, after pad, eos and unk
+MEASURED = 1 << 22  # at most this many tokens are used to estimate words and bytes per token
 SPLITS = ("train", "validation", "test")
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """A row of token ids."""
+    """A long sequence of token ids."""
 
     def __len__(self) -> int: ...
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """int32 [len(starts), length]: the tokens from each start on."""
+        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
 
     @property
     def identity(self) -> str:
-        """What it holds, for the record of a run."""
+        """Digest of the contents, for the record of a run."""
 
     def measured(self) -> "TextSize":
-        """How long it is in other units."""
+        """Return the size of the text in tokens, words and bytes, to convert between losses per unit."""
 
 
 class TextSize(NamedTuple):
-    """Tokens of a text, and what they are in words, which white space separates, and in bytes of UTF-8."""
+    """Size of a text in tokens, in words (separated by white space) and in bytes of UTF-8."""
 
     tokens: float
     words: float
@@ -49,7 +49,7 @@ class TextSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ByteStream:
-    """Bytes first … last - 1 of an array, as ids."""
+    """Bytes first … last - 1 of an array, as token ids."""
 
     array: np.ndarray  # uint8
     first: int
@@ -59,71 +59,78 @@ class ByteStream:
         return self.last - self.first
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
-            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} leave the {len(self)} bytes")
-        found = np.empty((len(starts), length), np.int32)
+            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {len(self)} bytes")
+        result = np.empty((len(starts), length), np.int32)
         for row, start in enumerate(starts):
-            found[row] = self.array[self.first + start : self.first + start + length]
-        return found + FIRST
+            result[row] = self.array[self.first + start : self.first + start + length]
+        return result + FIRST
 
     def measured(self) -> TextSize:
+        """Return the size in tokens and bytes, which are the same; words are not counted."""
         return TextSize(len(self), 0, len(self))
 
     @property
     def identity(self) -> str:
+        """Digest of the bytes, for the record of a run."""
         digest = hashlib.blake2b(digest_size=16)
-        for at in range(self.first, self.last, 1 << 24):
-            digest.update(self.array[at : min(at + (1 << 24), self.last)].tobytes())
+        for start in range(self.first, self.last, 1 << 24):
+            digest.update(self.array[start : min(start + (1 << 24), self.last)].tobytes())
         return f"{digest.hexdigest()}[{len(self)}]"
 
 
 def open_streams(data: LanguageData, tokenizer: Tokenizer, progress: bool = True) -> "Splits":
-    """The splits that the settings name."""
+    """Open the training, validation and test streams."""
     if data.kind == "text":
-        return Splits({name: _text(data, name, tokenizer, progress) for name in SPLITS}, ())
+        return Splits({name: _open_text(data, name, tokenizer, progress) for name in SPLITS}, ())
     if data.dataset:
-        raise InputError(f"data.kind {data.kind} reads files; data.dataset is for data.kind text")
-    given = {"train": data.train, "validation": data.validation, "test": data.test}
+        raise InputError(
+            f"data.dataset has no effect with data.kind {data.kind}, which reads files; remove it or set data.kind text"
+        )
+    patterns = {"train": data.train, "validation": data.validation, "test": data.test}
     if not data.train:
-        raise InputError("expected files to train on; name them with --data.train")
+        raise InputError("--data.train is required: name the files to train on")
     shape: tuple[int, ...] = ()
     arrays: dict[str, np.ndarray] = {}
-    for name, places in given.items():
-        if places and data.kind == "bytes":
-            arrays[name] = _joined([_raw(path) for path in find_files(places, any_kind=True)])
-        elif places:
+    for name, files in patterns.items():
+        if files and data.kind == "bytes":
+            arrays[name] = _concatenate([_read_bytes(path) for path in find_files(files, any_kind=True)])
+        elif files:
             from flaxen.data.pixels import open_pixels
 
-            pictures = open_pixels(places, data.image_size)
-            if shape and pictures.shape[1:] != shape:
-                raise InputError(f"pictures to {name} on have shape {pictures.shape[1:]}, others {shape}")
-            shape, arrays[name] = pictures.shape[1:], pictures.reshape(-1)
-    return Splits(_shared(data, arrays, int(np.prod(shape)) or 1), shape)
+            images = open_pixels(files, data.image_size)
+            if shape and images.shape[1:] != shape:
+                raise InputError(
+                    f"data.{name}: got images of shape {images.shape[1:]}, expected {shape} as in data.train"
+                )
+            shape, arrays[name] = images.shape[1:], images.reshape(-1)
+    return Splits(_split_bytes(data, arrays, int(np.prod(shape)) or 1), shape)
 
 
-def _shared(data: LanguageData, arrays: dict[str, np.ndarray], unit: int) -> dict[str, Stream]:
-    """Splits with files of their own are whole; the others share the training data, cut at whole units."""
+def _split_bytes(data: LanguageData, arrays: dict[str, np.ndarray], unit: int) -> dict[str, Stream]:
+    """Build the splits: those without files of their own are cut from the training data, at multiples of `unit`."""
     train = arrays["train"]
     for name, array in arrays.items():
         if not len(array):
-            raise InputError(f"{', '.join(getattr(data, name))}: empty; expected {data.kind}")
-    alone = ["train"] + [name for name in SPLITS[1:] if name not in arrays]
-    cuts = np.cumsum([share if name in alone else 0.0 for name, share in zip(SPLITS, data.proportions)])
+            raise InputError(f"{', '.join(getattr(data, name))}: expected {data.kind}, got an empty file")
+    from_train = ["train"] + [name for name in SPLITS[1:] if name not in arrays]
+    cuts = np.cumsum([share if name in from_train else 0.0 for name, share in zip(SPLITS, data.proportions)])
     if not cuts[-1]:
-        raise InputError(f"data.shares leave nothing to train on: {data.proportions}")
+        raise InputError(f"data.shares leaves nothing to train on, got {data.proportions}")
     cuts = np.round(len(train) // unit * cuts / cuts[-1]).astype(int) * unit
-    cuts[-1] = len(train)
+    cuts[-1] = len(train)  # a remainder smaller than a unit belongs to the last split
     parts: dict[str, Stream] = {}
     for name, first, last in zip(SPLITS, [0, *cuts[:-1].tolist()], cuts.tolist()):
         parts[name] = (
-            ByteStream(train, first, last) if name in alone else ByteStream(arrays[name], 0, len(arrays[name]))
+            ByteStream(train, first, last) if name in from_train else ByteStream(arrays[name], 0, len(arrays[name]))
         )
     return parts
 
 
-def _text(data: LanguageData, name: str, tokenizer: Tokenizer, progress: bool) -> Stream:
-    """As `open_corpus` divides, and files to test on if there are any."""
+def _open_text(data: LanguageData, name: str, tokenizer: Tokenizer, progress: bool) -> Stream:
+    """Open a split of texts. Training and validation are split by `open_corpus`; without test files, test is empty."""
     source = data.train_source()
     if name == "test":
         source = data.of_files(data.test) if data.test else source
@@ -137,7 +144,7 @@ def _text(data: LanguageData, name: str, tokenizer: Tokenizer, progress: bool) -
 
 @dataclass(frozen=True)
 class TextStream:
-    """Tokens of a store, and the texts that it was made of."""
+    """Tokens of a store, and the texts that they were made from."""
 
     tokens: Tokens
     source: DataSource
@@ -146,68 +153,79 @@ class TextStream:
         return len(self.tokens)
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
         return self.tokens.rows(starts, length)
 
     def measured(self) -> TextSize:
-        """Of its first documents, up to MEASURED tokens. They are read again: tokens do not tell what is unknown to the
-        vocabulary, nor where lines ended."""
+        """Measure the first documents, up to MEASURED tokens.
+
+        The texts are read again, because tokens tell neither the spelling of unknown words nor where lines end.
+        """
         store, first, last = self.tokens.store, self.tokens.first, self.tokens.last
-        begins = np.concatenate([[0], np.cumsum(store.document_lengths())])
-        one, end = np.searchsorted(begins, [first, min(last, first + MEASURED)]).tolist()
-        end = min(max(end, one + 1), store.n_documents)
-        one = min(one, end - 1)
+        document_starts = np.concatenate([[0], np.cumsum(store.document_lengths())])
+        begin, end = np.searchsorted(document_starts, [first, min(last, first + MEASURED)]).tolist()
+        end = min(max(end, begin + 1), store.n_documents)
+        begin = min(begin, end - 1)
         words = size = 0
-        for text in islice(self.source.texts(), one, end):
+        for text in islice(self.source.texts(), begin, end):
             words, size = words + len(text.split()), size + len(text.encode())
-        tokens = int(begins[end] - begins[one])
+        tokens = int(document_starts[end] - document_starts[begin])
         return TextSize(tokens, words, size)
 
     @property
     def identity(self) -> str:
+        """Digest and range of the tokens, for the record of a run."""
         return f"{self.tokens.store.digest}[{self.tokens.first}:{self.tokens.last}]"
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits of a corpus, and the shape of a picture if it has pictures."""
+    """The streams of a corpus by split, and the shape of an image if it consists of images, else ()."""
 
     splits: dict[str, Stream]
     shape: tuple[int, ...]
 
 
-def _raw(path: Path) -> np.ndarray:
-    """The bytes of a file; of a .gz, what it holds."""
+def _read_bytes(path: Path) -> np.ndarray:
+    """Memory-map a file as bytes, or decompress it if it ends in .gz."""
     try:
         if path.suffix == ".gz":
             with gzip.open(path) as file:
                 return np.frombuffer(file.read(), np.uint8)
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"cannot read {path}: {error}") from None
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays; a single one is returned without a copy, so that it stays memory-mapped."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def sequences(stream: Stream, numbers: np.ndarray, length: int, eos: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets) [rows, length] of sequences by number: the tokens number · length … of the stream, the last one
-    filled up with padding. Each is prompted with an end token."""
+    """Return (inputs, targets) [rows, length] of the sequences with these numbers.
+
+    Sequence i starts at token i · length; the last one is padded. Inputs are targets shifted right, starting with eos.
+    """
     return pieces(stream, numbers * length, np.zeros(len(numbers), bool), length, eos, pad)
 
 
 def pieces(
     stream: Stream, starts: np.ndarray, inner: np.ndarray, length: int, eos: int, pad: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets) from each start on. An `inner` piece goes on: it is prompted with the token before it."""
+    """Return (inputs, targets) from each start on, padded at the end of the stream.
+
+    Inputs are targets shifted right. Their first token is eos, or the token before the piece if it is `inner`, that is,
+    continues a sequence.
+    """
     starts = np.asarray(starts, np.int64)
     targets = np.full((len(starts), length), pad, np.int32)
-    prompts = np.full((len(starts), 1), eos, np.int32)
-    whole = starts + length <= len(stream)
-    targets[whole] = stream.rows(starts[whole], length)
-    for row in np.flatnonzero(~whole & (starts < len(stream))):
+    first = np.full((len(starts), 1), eos, np.int32)
+    complete = starts + length <= len(stream)
+    targets[complete] = stream.rows(starts[complete], length)
+    for row in np.flatnonzero(~complete & (starts < len(stream))):
         rest = len(stream) - int(starts[row])
         targets[row, :rest] = stream.rows(starts[row : row + 1], rest)[0]
-    going = inner & (starts > 0) & (starts <= len(stream))
-    prompts[going] = stream.rows(starts[going] - 1, 1)
-    return np.concatenate([prompts, targets[:, :-1]], axis=1), targets
+    continued = inner & (starts > 0) & (starts <= len(stream))
+    first[continued] = stream.rows(starts[continued] - 1, 1)
+    return np.concatenate([first, targets[:, :-1]], axis=1), targets

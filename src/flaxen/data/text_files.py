@@ -1,4 +1,4 @@
-"""Documents out of files, one at a time: lines or paragraphs of text, a column of a table."""
+"""Read documents from files, one at a time: lines or paragraphs of text, or a column of a table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Unit = Literal["line", "paragraph", "file"]
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The documents of files, one file after the other."""
+    """The documents of several files, one file after the other."""
 
     paths: tuple[Path, ...]
     column: str | None = None
@@ -30,20 +30,22 @@ class TextFiles:
         return sum(stat_of(path).st_size for path in self.paths)
 
     def texts(self, on_progress: OnProgress = ignore_progress) -> Iterator[str]:
-        before = 0
+        """Iterate over the documents that are not blank."""
+        offset = 0  # bytes of the files read so far
 
-        def heard(position: int) -> None:
-            on_progress(before + position)
+        def report(position: int) -> None:
+            on_progress(offset + position)
 
         for path in self.paths:
-            for text in self._of_file(path, heard):
+            for text in self._read_file(path, report):
                 if text and not text.isspace():
                     yield text
-            before += stat_of(path).st_size
+            offset += stat_of(path).st_size
 
-    def _of_file(self, path: Path, on_progress: OnProgress) -> Iterator[str | None]:
+    def _read_file(self, path: Path, on_progress: OnProgress) -> Iterator[str | None]:
+        """Iterate over the documents of one file, blank ones included."""
         if kind_of(path) == ".txt":
-            yield from _paragraphs(path, self, on_progress)
+            yield from _read_text(path, self, on_progress)
             return
         column = self.column
 
@@ -57,15 +59,19 @@ class TextFiles:
             yield text_cell(row[column], column, where, self.invalid)
 
     def identity(self) -> dict[str, Any]:
+        """Return what the texts depend on, as JSON."""
         return {"files": stamps(self.paths), "column": self.column, "unit": self.unit, "invalid": self.invalid}
 
 
-def _paragraphs(path: Path, source: TextFiles, on_progress: OnProgress) -> Iterator[str]:
+def _read_text(path: Path, source: TextFiles, on_progress: OnProgress) -> Iterator[str]:
+    """Split a .txt file into lines or paragraphs, or return it as one document."""
     if source.unit == "file":
         yield "\n".join(lines(decoded(path, source.invalid, on_progress)))
         return
     paragraph: list[str] = []
-    for line in chain(lines(decoded(path, source.invalid, on_progress)), [""]):
+    for line in chain(
+        lines(decoded(path, source.invalid, on_progress)), [""]
+    ):  # the empty line ends the last paragraph
         if source.unit == "line":
             yield line
         elif line and not line.isspace():
@@ -75,9 +81,9 @@ def _paragraphs(path: Path, source: TextFiles, on_progress: OnProgress) -> Itera
             paragraph = []
 
 
-def choose_column(wanted: str | None, columns: list[str], where: str) -> str:
-    """The column that was asked for, or the one that probably holds the text."""
-    column = wanted or ("text" if "text" in columns or not columns else columns[0])
+def choose_column(requested: str | None, columns: list[str], where: str) -> str:
+    """Return the requested column; by default `text`, else the first one."""
+    column = requested or ("text" if "text" in columns or not columns else columns[0])
     if column not in columns:
         raise no_column(column, columns, where)
     return column
