@@ -41,7 +41,10 @@ def run(worker: Worker, most: int) -> None:
     def value_and_grad(model: Any, source: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
         if len(source) == 1:
             return jax.value_and_grad(lambda model: model.loss(source, labels)[0])(model)
-        of_piece = lambda model, piece, carry, key: (model.loss(*piece)[1], None)  # noqa: E731
+
+        def of_piece(model: Any, piece: Any, carry: Any, key: Any) -> Any:
+            return (model.loss(*piece)[1], None)
+
         value, _, gradients, _ = accumulate.value_and_grad(of_piece, model, (source, labels), pieces(source, most))
         return value, gradients
 

@@ -25,7 +25,7 @@ def page(name: str) -> str:
 def test_flags_are_those_that_are_parsed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tyro.cli(kind_of(name), args=["--help"])
-    lines = [line[1:].strip() for line in capsys.readouterr().out.splitlines()]  # without the frame of tyro's boxes
+    lines = [line[2:] for line in capsys.readouterr().out.splitlines()]  # without the frame of tyro's boxes
     parsed = {
         flag for line in lines if line.startswith("--") for flag in re.findall(r"(?:^|, )(--[a-z][-a-z0-9.]*)", line)
     }

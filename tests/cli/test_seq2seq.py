@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,10 +139,13 @@ def test_resumed_run_equals_uninterrupted_run(material: Path, tmp_path: Path) ->
     assert not (out / "model").exists()
     resumed = command(*arguments)
     assert resumed.code == 0, resumed.err
-    without_timings = lambda path: [  # noqa: E731
-        {name: value for name, value in json.loads(line).items() if name not in ("tokens_per_second", "mfu")}
-        for line in (path / "metrics.jsonl").read_text().splitlines()
-    ]
+
+    def without_timings(path: Any) -> Any:
+        return [
+            {name: value for name, value in json.loads(line).items() if name not in ("tokens_per_second", "mfu")}
+            for line in (path / "metrics.jsonl").read_text().splitlines()
+        ]
+
     assert without_timings(out) == without_timings(tmp_path / "whole")
     for name in ("model/model.safetensors", "best/model.safetensors", "predictions/step-8.jsonl"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -293,7 +293,10 @@ def test_validation_is_split_by_image(folder: Path) -> None:
 
 def test_identity_changes_with_settings_and_files(folder: Path) -> None:
     path = write(folder / "a.jsonl", ROWS)
-    identity = lambda **options: json.dumps(read(path, **options).identity())  # noqa: E731
+
+    def identity(**options: Any) -> Any:
+        return json.dumps(read(path, **options).identity())
+
     before = identity()
     assert before == identity()
     assert len({before, identity(empty="error"), identity(caption="{caption}!"), identity(images=folder)}) == 4

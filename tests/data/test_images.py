@@ -174,7 +174,10 @@ def palette(transparency: int | bytes | None) -> tuple[bytes, np.ndarray]:
 def test_all_modes_open_as_rgb(tmp_path: Path, kind: str) -> None:
     grey, colours, alpha = noise(9, 11, 1)[:, :, 0], noise(9, 11), noise(9, 11, 4)
     wide = np.random.default_rng(1).integers(0, 1 << 16, (9, 11)).astype(np.uint16)
-    three = lambda values: np.repeat(values[:, :, None], 3, 2)  # noqa: E731
+
+    def three(values: Any) -> Any:
+        return np.repeat(values[:, :, None], 3, 2)
+
     cmyk = Image.fromarray(alpha, "CMYK")
     ycc = Image.fromarray(colours).convert("YCbCr")
     grey_alpha = np.stack([grey, 255 - grey], 2)

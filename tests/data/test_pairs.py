@@ -122,7 +122,10 @@ def test_text_files_are_refused(tmp_path: Path) -> None:
 
 def test_identity_changes_with_texts_but_not_with_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
-    identity = lambda **options: Pairs(train=(path,), **{**COLUMNS, **options}).train_source().identity()  # noqa: E731
+
+    def identity(**options: Any) -> Any:
+        return Pairs(train=(path,), **{**COLUMNS, **options}).train_source().identity()
+
     assert identity() == identity(id="#")  # ids change no token
     assert (
         len({json.dumps(identity(**options)) for options in ({}, {"source": "{n} {document}"}, {"empty": "skip"})}) == 3

@@ -1,5 +1,7 @@
 """Search equals transformers' (PyTorch, run live), and keeps its own invariants."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,7 +149,10 @@ def test_sampling_follows_the_distribution(t5_reference: Reference) -> None:
 def test_new_length_within_a_bucket_does_not_recompile(t5_reference: Reference) -> None:
     """Nor does a new max_new_tokens, temperature, penalty or seed."""
     pretrained = flaxen.load(t5_reference.directory)
-    count = lambda: search.begin._cache_size() + search.advance._cache_size()  # noqa: E731
+
+    def count() -> Any:
+        return search.begin._cache_size() + search.advance._cache_size()
+
     sample = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}
     pretrained.generate([[5] * 17], max_new_tokens=12)
     pretrained.generate([[5] * 17], max_new_tokens=12, num_beams=2, length_penalty=0.5)

@@ -107,7 +107,10 @@ def noisy(model: Any, targets: tuple[str, ...] = (), rank: int = RANK) -> lora.A
     """Make an adapter whose `up` is random instead of 0."""
     draw = np.random.default_rng(3)
     initial = lora.initial_adapter(model, LoRA(rank, targets=targets), 1)
-    up = lambda factors: jax.device_put(draw.normal(0, 0.3, factors["up"].shape).astype(np.float32))  # noqa: E731
+
+    def up(factors: Any) -> Any:
+        return jax.device_put(draw.normal(0, 0.3, factors["up"].shape).astype(np.float32))
+
     return {path: {"down": factors["down"], "up": up(factors)} for path, factors in initial.items()}
 
 

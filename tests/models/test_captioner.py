@@ -45,7 +45,10 @@ def test_logits_loss_and_gradients_equal_torch(changes: dict[str, Any], tmp_path
     close(loaded.logits(images, shifted), out.logits.detach(), 2e-5)
 
     out.loss.backward()
-    loss = lambda model: model.loss(jnp.asarray(images), jnp.asarray(captions))[0]  # noqa: E731
+
+    def loss(model: Any) -> Any:
+        return model.loss(jnp.asarray(images), jnp.asarray(captions))[0]
+
     value, grads = jax.jit(jax.value_and_grad(loss))(loaded.model)
     np.testing.assert_allclose(float(value), out.loss.item(), rtol=1e-5)
     expected = gradients(reference.model, tmp_path / "gradients")

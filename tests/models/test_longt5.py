@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,9 @@ def test_logits_loss_gradients_and_tokens_equal_torch(longt5: tuple[Reference, i
     decoder = np.pad(np.maximum(labels, 0)[:, :-1], ((0, 0), (1, 0)))
     close(pretrained.logits(ids, decoder, valid), theirs.logits.detach(), 2e-5)
 
-    loss = lambda model: model.loss(*map(jnp.asarray, (ids, labels, valid)))[0]  # noqa: E731
+    def loss(model: Any) -> Any:
+        return model.loss(*map(jnp.asarray, (ids, labels, valid)))[0]
+
     ours, grads = jax.jit(jax.value_and_grad(loss))(pretrained.model)
     np.testing.assert_allclose(float(ours), theirs.loss.item(), rtol=1e-5)
     named = weightmap.save(grads, hf_t5.rows(pretrained.config))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,10 @@ def scanned(config: Config) -> tuple[Callable[[T5], tuple[jax.Array, T5]], T5, j
     """A function for loss and gradient with dropout, a scanned model, and the function's values for it."""
     model = initialise(T5(dataclasses.replace(config, dropout=0.2)), 0)
     ids, valid, labels = random_batch(50)
-    loss = lambda model: model.loss(ids, labels, valid, key=jax.random.key(1))[0]  # noqa: E731
+
+    def loss(model: Any) -> Any:
+        return model.loss(ids, labels, valid, key=jax.random.key(1))[0]
+
     value_and_grad = jax.jit(jax.value_and_grad(loss))
     return value_and_grad, model, *value_and_grad(model)
 
@@ -170,7 +174,10 @@ def test_cache_with_and_without_reordering_agree() -> None:
 def test_bfloat16_is_close_to_float32() -> None:
     model = initialise(T5(TINY), 0)
     ids, valid, labels = random_batch(50)
-    loss = lambda model: model.loss(ids, labels, valid)[0]  # noqa: E731
+
+    def loss(model: Any) -> Any:
+        return model.loss(ids, labels, valid)[0]
+
     value_and_grad = jax.jit(jax.value_and_grad(loss))
     value, grads = value_and_grad(model)
     low_value, low_grads = value_and_grad(change(model, compute="bfloat16"))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,10 @@ def test_dropout_is_the_same_in_forward_and_backward() -> None:
     """With a fixed key, attention is linear in v, so its derivative along v is the function itself."""
     q, k, v, _, bias, valid = random_case(40, 40)
     key = jax.random.key(3)
-    f = lambda v: attend(q, k, v, Plan(valid, bias, True, rate=0.5), key, block=16)  # noqa: E731
+
+    def f(v: Any) -> Any:
+        return attend(q, k, v, Plan(valid, bias, True, rate=0.5), key, block=16)
+
     out, back = jax.jit(lambda v: (f(v), jax.vjp(f, v)[1](f(v))[0]))(v)
     np.testing.assert_allclose(jnp.vdot(out, out), jnp.vdot(back, v), rtol=1e-5)
     assert not np.allclose(out, attend(q, k, v, Plan(valid, bias, True)))

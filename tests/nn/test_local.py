@@ -1,5 +1,7 @@
 """Local and transient-global attention equal plain attention with the same mask: values and gradients."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,10 +89,16 @@ def test_blocks_equal_plain_attention(case: str, radius: int, size: int | None) 
         return plain(q, k, v, bias, side_bias, plan, radius, side if global_plan is not None else None)
 
     inputs = (q, k, v, bias, side_bias, *side)
-    value_and_vjp = lambda f: jax.jit(lambda inputs, g: (f(*inputs), jax.vjp(f, *inputs)[1](g)))(inputs, g)  # noqa: E731
+
+    def value_and_vjp(f: Any) -> Any:
+        return jax.jit(lambda inputs, g: (f(*inputs), jax.vjp(f, *inputs)[1](g)))(inputs, g)
+
     (value, gradients), (expected, expected_gradients) = value_and_vjp(ours), value_and_vjp(reference)
     real = np.asarray(segments > 0)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))  # noqa: E731
+
+    def close(a: Any, b: Any) -> Any:
+        return np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
     close(jnp.moveaxis(value, 2, 1)[real], jnp.moveaxis(expected, 2, 1)[real])
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients)):
         if a.size:
@@ -199,7 +207,10 @@ def test_few_side_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPa
     results = []
     for block in (5, 16, 64):
         monkeypatch.setattr(local, "BLOCK", block)
-        attention = lambda q: attend_local(q, k, v, plan_local(bias, segments, 6, 0.0, tokens), None, tuple(side))  # noqa: E731
+
+        def attention(q: Any) -> Any:
+            return attend_local(q, k, v, plan_local(bias, segments, 6, 0.0, tokens), None, tuple(side))
+
         results.append(jax.jit(attention)(q))
     np.testing.assert_allclose(results[0], results[2], atol=1e-5)
     np.testing.assert_allclose(results[1], results[2], atol=1e-5)

@@ -1,5 +1,7 @@
 """Chunked cross-entropy equals plain cross-entropy: value, gradients, accuracy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +29,13 @@ def test_chunked_equals_plain_cross_entropy(chunk: int | None, label_smoothing: 
     hidden, head = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in ((33, 8), (50, 8)))
     labels = jnp.asarray(draw.integers(0, 50, 33), jnp.int32)
     weights = jnp.asarray(draw.random(33) * (draw.random(33) > 0.3), jnp.float32)
-    ours = lambda hidden, head: 3.0 * cross_entropy(hidden, head, labels, weights, label_smoothing, z_loss, chunk).loss  # noqa: E731
-    reference = lambda hidden, head: 3.0 * plain(hidden, head, labels, weights, label_smoothing, z_loss)  # noqa: E731
+
+    def ours(hidden: Any, head: Any) -> Any:
+        return 3.0 * cross_entropy(hidden, head, labels, weights, label_smoothing, z_loss, chunk).loss
+
+    def reference(hidden: Any, head: Any) -> Any:
+        return 3.0 * plain(hidden, head, labels, weights, label_smoothing, z_loss)
+
     value, grads = jax.value_and_grad(ours, argnums=(0, 1))(hidden, head)
     expected, expected_grads = jax.value_and_grad(reference, argnums=(0, 1))(hidden, head)
     np.testing.assert_allclose(value, expected, rtol=1e-5)

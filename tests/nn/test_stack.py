@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,9 @@ def test_few_tokens_at_a_time_equal_the_batch(length: int) -> None:
 
 
 def test_each_chunk_of_tokens_has_its_own_noise() -> None:
-    draw = lambda x, key: jax.random.normal(key, x.shape)  # noqa: E731
+    def draw(x: Any, key: Any) -> Any:
+        return jax.random.normal(key, x.shape)
+
     with hardware.compile_for(hardware.Target(activations=40)):
         noise = hardware.few_tokens_at_a_time(draw, jnp.zeros((1, 20, 4)), jax.random.key(0), checkpoint=False)
     assert not np.allclose(noise[0, :10], noise[0, 10:])
@@ -65,5 +68,8 @@ def test_each_chunk_of_tokens_has_its_own_noise() -> None:
 
 def test_unstack_has_the_gradient_of_slicing() -> None:
     w = jnp.arange(12.0).reshape(3, 4)
-    f = lambda w: sum((i + 1) * jnp.sum(row**2) for i, row in enumerate(stack.unstack(w)))  # noqa: E731
+
+    def f(w: Any) -> Any:
+        return sum((i + 1) * jnp.sum(row**2) for i, row in enumerate(stack.unstack(w)))
+
     np.testing.assert_allclose(jax.grad(f)(w), 2 * w * jnp.arange(1, 4)[:, None])

@@ -36,7 +36,10 @@ NO_GENERATION = EvalGeneration(examples=0)
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = np.random.default_rng(0)
-    word = lambda: "".join(draw.choice(list("abcdef"), draw.integers(2, 7)))  # noqa: E731
+
+    def word() -> Any:
+        return "".join(draw.choice(list("abcdef"), draw.integers(2, 7)))
+
     directory = tmp_path_factory.mktemp("pairs")
     rows = []
     for i in range(60):
@@ -123,7 +126,10 @@ def test_label_smoothing_affects_training_but_not_evaluation(material: Path) -> 
     plain, smooth = make(material), make(material, label_smoothing=0.2)
     batch = {name: jnp.asarray(array) for name, array in plain.batch(0, 8).items()}
     key = jax.random.key(0)
-    value = lambda task, key: float(task.loss(model, batch, None, key)[0].loss)  # noqa: E731
+
+    def value(task: Any, key: Any) -> Any:
+        return float(task.loss(model, batch, None, key)[0].loss)
+
     assert value(plain, key) == pytest.approx(value(smooth, None))
     assert value(smooth, key) != pytest.approx(value(plain, key))
 

@@ -1,6 +1,7 @@
 """Gradient accumulation gives the loss and gradient of the whole batch."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,10 @@ def whole_batch() -> tuple[T5, tuple[jax.Array, ...], jax.Array, T5]:
     """A model, a batch, and the loss and gradient of the whole batch at once."""
     model = initialise(T5(TINY), 0)
     batch = tuple(jnp.asarray(a) for a in random_batch(50, rows=6))
-    loss = lambda model: model.loss(batch[0], batch[2], batch[1])[0]  # noqa: E731
+
+    def loss(model: Any) -> Any:
+        return model.loss(batch[0], batch[2], batch[1])[0]
+
     return model, batch, *jax.jit(jax.value_and_grad(loss))(model)
 
 
@@ -29,7 +33,10 @@ def whole_batch() -> tuple[T5, tuple[jax.Array, ...], jax.Array, T5]:
 def test_accumulated_gradient_equals_whole_batch(pieces: int) -> None:
     """Rows have different numbers of labels, so a mean of the pieces' means would be wrong."""
     model, batch, expected, gradient = whole_batch()
-    loss = lambda model, piece, _, key: (model.loss(piece[0], piece[2], piece[1], key=key)[1], None)  # noqa: E731
+
+    def loss(model: Any, piece: Any, _: Any, key: Any) -> Any:
+        return (model.loss(piece[0], piece[2], piece[1], key=key)[1], None)
+
     mean, sums, ours, _ = jax.jit(lambda model: value_and_grad(loss, model, batch, pieces))(model)
     np.testing.assert_allclose(mean, expected, rtol=1e-6)
     assert float(sums.weight) == (np.asarray(batch[2]) >= 0).sum()

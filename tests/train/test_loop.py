@@ -1,7 +1,7 @@
 """The training loop on a model with a single weight, whose losses are known in advance."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,10 @@ def run_training(
     settings = Training(**{"steps": 6, "batch_size": 4, "log_every": 1, "eval_every": 1, "save_every": 1, **training})
     optimizer = Optimizer("lion", learning_rate=rate, clip=0.0)  # each update has the size of the learning rate
     stepper = Stepper(task or Falling(), optimizer, Schedule("constant"), settings)
-    start: Callable[[], Any] = lambda: {"w": jnp.full(1, START)}  # noqa: E731
+
+    def start() -> Any:
+        return {"w": jnp.full(1, START)}
+
     with closing(Run(out, {"training": {"steps": settings.steps}}, {})) as run:
         return train(run, stepper, jax.eval_shape(start), start, list(trackers), save, quiet=True)
 

@@ -50,7 +50,10 @@ def random_adapter(model: Any, *targets: str) -> lora.Adapter:
     """A random adapter whose `up` is not 0."""
     draw = np.random.default_rng(3)
     started = lora.initial_adapter(model, LoRA(RANK, targets=targets), 1)
-    up = lambda factors: jax.device_put(draw.normal(0, 0.3, factors["up"].shape).astype(np.float32))  # noqa: E731
+
+    def up(factors: Any) -> Any:
+        return jax.device_put(draw.normal(0, 0.3, factors["up"].shape).astype(np.float32))
+
     return {path: {"down": factors["down"], "up": up(factors)} for path, factors in started.items()}
 
 

@@ -1,5 +1,7 @@
 """Every optimizer equals torch's or optax's on the same gradients; learning-rate schedules at their key points."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +114,10 @@ def test_adafactor_factors_every_matrix_of_a_transformer_vq() -> None:
     config = vq_config.Config(d_model=128, d_k=8, d_v=128, n_layers=2, n_codes=4, block=8, window=8)
     model = initialise(VQLM(config), 0)
     ours = make_optimizer(Optimizer("adafactor", clip=0.0), lambda step: jnp.asarray(1.0))
-    drawn = lambda model: jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape), model)  # noqa: E731
+
+    def drawn(model: Any) -> Any:
+        return jax.tree.map(lambda a: jax.random.normal(jax.random.key(1), a.shape), model)
+
     gradient = jax.jit(drawn)(model)
     updates, _ = jax.jit(ours.update)(gradient, jax.jit(ours.init)(model), model)
     chain = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())
@@ -133,9 +138,13 @@ def test_muon_equals_optax_on_separate_matrices(model: T5) -> None:
     """optax's muon with updates as large as Adam's; weights that do not map features to features use plain Adam."""
     steps = gradients(model)
     adam = ("shared", "norm", "bias")
-    numbers = lambda weights: {  # noqa: E731
-        name: None if any(part in name for part in adam) else optax.contrib.MuonDimensionNumbers() for name in weights
-    }
+
+    def numbers(weights: Any) -> Any:
+        return {
+            name: None if any(part in name for part in adam) else optax.contrib.MuonDimensionNumbers()
+            for name in weights
+        }
+
     theirs = optax.contrib.muon(RATE, muon_weight_dimension_numbers=numbers, consistent_rms=0.2)
     ours = updated(Optimizer("muon", clip=0.0), model, steps)
     expected, start = reference(theirs, model, steps), tensors(model)

@@ -66,7 +66,7 @@ class DemoCaption:
 
         console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
         self.out.mkdir(parents=True, exist_ok=True)
-        tables = {name: self.out / "pictures" / f"{name}.jsonl" for name in ("train", "validation")}
+        tables = {name: self.out / "images" / f"{name}.jsonl" for name in ("train", "validation")}
         vocabulary, run = self.out / "vocabulary", self.out / "run"
         files = RunFiles(run)
 

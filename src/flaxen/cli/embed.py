@@ -57,7 +57,7 @@ class Embed:
     batch_size: int = 16
     """Number of texts per batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the weights in memory and of matrix products."""
+    """Data type of the weights in memory and of matrix products."""
 
     def run(self, given_flags: set[str]) -> None:
         if bool(self.text) + (self.file is not None) != 1:

@@ -30,7 +30,7 @@ class Eval(Generic[E]):
     tokenizer: str | None = None
     """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's tokenizer."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """dtype of matrix products."""
+    """Data type of matrix products."""
 
     def run(self, given_flags: set[str]) -> None:
         from flaxen.cli.build import open_evaluation, open_setup

@@ -63,7 +63,7 @@ class Generate:
     batch_size: int = 16
     """Number of prompts per batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the weights in memory and of matrix products."""
+    """Data type of the weights in memory and of matrix products."""
     bad_words: tuple[str, ...] = ()
     """Words that must not be generated."""
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)

@@ -1,4 +1,4 @@
-"""Read prompts from a file, and write outputs to a file that can be resumed after an interruption."""
+"""Read prompts from a file, and write outputs to a file that survives an interruption."""
 
 import hashlib
 import json

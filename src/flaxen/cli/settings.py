@@ -38,7 +38,7 @@ class ModelSettings:
     tokenizer: str | None = None
     """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's, or `bytes` for ByT5 and VQ presets."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """dtype of matrix products. Weights, optimizer state, norms, softmax and loss are always float32."""
+    """Data type of matrix products. Weights, optimizer state, norms, softmax and loss are always float32."""
     dropout: float | None = None
     """Dropout rate, from 0 to below 1; T5 1.1, mT5 and ByT5 were pre-trained with 0. Default: the rate in the
     configuration (T5: 0.1)."""

@@ -1,4 +1,4 @@
-"""flaxen train TASK --out RUN --model.preset … --data.train …: train a model, or resume a run."""
+"""flaxen train TASK --out RUN --model.preset … --data.train …: train a model, or continue an interrupted run."""
 
 import dataclasses
 import sys

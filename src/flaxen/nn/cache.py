@@ -1,4 +1,4 @@
-"""The key-value cache for decoding one token at a time.
+"""The key-value cache for decoding one token at a time; beam search can reorder it without copying keys.
 
 Reordering the cache for beam search copies no keys or values: all beams of an input share one buffer, and a small table
 says which beam wrote the key that each beam reads at each time (`Cache.writer`).

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: logits are computed for a chunk of rows at a time and never exist all at once.
+"""Chunked cross-entropy with label smoothing: logits exist for one chunk of rows at a time, never all at once.
 
 Under differentiation the forward pass also computes the gradients, while the logits of a chunk are in memory, so the
 backward pass does not have to recompute them.

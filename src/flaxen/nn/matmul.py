@@ -1,4 +1,4 @@
-"""The matrix product of all linear layers: operands in the compute dtype, f32 accumulation, CPU-friendly gradients."""
+"""Matrix products in mixed precision: operands in the compute dtype, f32 accumulation, CPU-friendly gradients."""
 
 import math
 from functools import partial

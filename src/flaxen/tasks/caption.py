@@ -134,9 +134,7 @@ class Caption(Task):
         label_smoothing, z_loss = (
             (self.objective.label_smoothing, self.objective.z_loss) if key is not None else (0.0, 0.0)
         )
-        return model.loss(batch["pixels"], batch["labels"], label_smoothing=label_smoothing, z_loss=z_loss, key=key)[
-            1
-        ], None
+        return model.loss(batch["pixels"], batch["labels"], smoothing=label_smoothing, z_loss=z_loss, key=key)[1], None
 
     def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
         """Caption the first validation images; save predictions to `path` and a contact sheet next to it, as .html."""

@@ -136,7 +136,7 @@ class Seq2Seq(Task):
         segments, targets = batch["segments"], batch["target_segments"]
         # With one pair per row a mask suffices, and attention is cheaper with it than with numbered segments.
         masks = (segments, targets) if self.packed is not None else (segments > 0, None)
-        options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "key": key}
+        options = {"smoothing": label_smoothing, "z_loss": z_loss, "key": key}
         return model.loss(batch["input_ids"], batch["labels"], *masks, **options)[1], None
 
     def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:

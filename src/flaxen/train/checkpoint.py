@@ -1,4 +1,4 @@
-"""Checkpoints of a run, to resume from: orbax writes them in the background, and each one is complete or absent."""
+"""Checkpoints of a run: orbax writes them in the background, and each one is complete or absent."""
 
 import shutil
 import time
