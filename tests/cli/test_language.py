@@ -219,7 +219,7 @@ def test_word_metrics_and_merged_adapters(text: Path) -> None:
     assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, held)), rel=1e-5)
     tested = json.loads(run("eval", "language", "run/model", *data, "--data.test", "text.txt", "--split", "test").out)
     assert tested["loss"] != values["loss"]
-    fails(("eval", "language", "run/model", *data, "--split", "test"), "nothing to evaluate on")
+    fails(("eval", "language", "run/model", *data, "--split", "test"), "no data to evaluate on")
     fails(train("x", "--model.tokenizer", "vocab"), "reads raw bytes")
     adapter = ("--lora.rank", "2", "--lora.targets", "*.q", "*.o", "--optimizer.learning-rate", "1e-2")
     run("train", "language", "--out", "adapted", "--model.init", "run/model", *data, *adapter, "--training.steps", "10")

@@ -115,7 +115,7 @@ def test_recipe_sets_defaults_and_flags_override_it(tmp_path: Path) -> None:
         ("[data]\ncache = 3", "cache must be Path, got 3"),
         ("training = 5", "training must be a table, got 5"),
         ('[schedule]\nname = "cosin"', r"name must be one of linear, .*, got 'cosin'; did you mean 'cosine'\?"),
-        ("[training]\nbatch_size = 3\naccumulate = 2", "training.accumulate must divide it"),
+        ("[training]\nbatch_size = 3\naccumulate = 2", "is not divisible by training.accumulate=2"),
         ("[training\n", r"r\.toml is not valid TOML"),
     ],
 )
