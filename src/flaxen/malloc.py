@@ -19,7 +19,7 @@ TUNABLES = ":".join(
 
 
 def restart_with_tuned_malloc() -> None:
-    """Restart this program with malloc settings that suit XLA; does nothing where they are already set or unsupported.
+    """Restart this program with malloc settings that suit XLA; does nothing if they are already set or not supported.
 
     Call it before anything else: whatever ran before the restart runs twice.
 
@@ -36,9 +36,9 @@ def restart_with_tuned_malloc() -> None:
 
 
 def _glibc_version() -> tuple[int, ...]:
-    """Return glibc's (major, minor) version, or () for another C library."""
+    """Return glibc's (major, minor) version, or () if the C library is not glibc."""
     try:
         match = re.fullmatch(r"glibc (\d+)\.(\d+)", os.confstr("CS_GNU_LIBC_VERSION") or "")
-    except ValueError:  # another C library does not define this name
+    except ValueError:  # other C libraries do not define this name
         match = None
     return tuple(map(int, match.groups())) if match else ()

@@ -1,4 +1,4 @@
-"""Caption metrics against several references: CIDEr and BLEU as in COCO's evaluation, ROUGE, exact match."""
+"""Caption metrics with several references per image: CIDEr and BLEU as in COCO's evaluation, ROUGE, exact match."""
 
 import math
 import re
@@ -29,10 +29,11 @@ Gram = tuple[str, ...]
 
 
 def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[dict[str, float], list[float]]:
-    """Compute all metrics in NAMES, and the CIDEr of each item. CIDEr is from 0 to 10, the others are from 0 to 100.
+    """Compute all metrics in NAMES, and the CIDEr of each item. CIDEr ranges from 0 to 10, the others from 0 to 100.
 
-    An empty prediction scores 0. BLEU is computed over the whole corpus; ROUGE is the mean over items of the best
-    reference. CIDEr weights n-grams by how rare they are among the items, so a single item always scores 0.
+    An empty prediction scores 0. BLEU is computed over the whole corpus; ROUGE is the mean over items, each scored
+    against its best-matching reference. CIDEr weights n-grams by how rare they are among the items, so a single item
+    always scores 0.
     """
     check(predictions, references)
     if any(isinstance(item_references, str) for item_references in references):
@@ -64,11 +65,11 @@ def words(text: str) -> Words:
 
 
 def bleu(predictions: Sequence[Words], references: Sequence[Sequence[Words]]) -> tuple[float, float, float, float]:
-    """Compute BLEU-1 to BLEU-4 over the whole corpus, from 0 to 1, with the closest reference length of each item."""
+    """Compute BLEU-1 to BLEU-4 over the whole corpus, from 0 to 1, using the closest reference lengths."""
     check(predictions, references)
     matched, total, length, reference_length = np.zeros(ORDER), np.zeros(ORDER), 0, 0
     for prediction, item_references in zip(predictions, references):
-        # An n-gram counts at most as often as in the reference that has it most often.
+        # Clip the count of each n-gram to its highest count in any one reference.
         most: Counter[Gram] = Counter()
         for reference in item_references:
             most |= Counter(grams(reference))
@@ -77,7 +78,7 @@ def bleu(predictions: Sequence[Words], references: Sequence[Sequence[Words]]) ->
         total += np.maximum(len(prediction) - np.arange(ORDER), 0)
         length += len(prediction)
         reference_length += min(map(len, item_references), key=lambda n: (abs(n - len(prediction)), n))
-    # COCO's constants against division by zero; they matter if all predictions are shorter than n words.
+    # COCO's constants that prevent division by zero; they matter if all predictions are shorter than n words.
     precision = np.cumprod((matched + 1e-15) / (total + 1e-9)) ** (1 / np.arange(1, ORDER + 1))
     brevity = math.exp(min(0.0, 1 - (reference_length + 1e-9) / (length + 1e-15)))
     one, two, three, four = (float(value) for value in precision * brevity)
@@ -85,15 +86,15 @@ def bleu(predictions: Sequence[Words], references: Sequence[Sequence[Words]]) ->
 
 
 def cider(predictions: Sequence[Words], references: Sequence[Sequence[Words]]) -> tuple[float, list[float]]:
-    """Compute the mean CIDEr-D and that of each item, from 0 to 10.
+    """Compute CIDEr-D, from 0 to 10: the mean and the value of each item.
 
-    The fewer items have an n-gram in their references, the higher its weight (IDF). An n-gram of all items has weight
+    The fewer items whose references contain an n-gram, the higher its weight (IDF). An n-gram in all items has weight
     0, and so does every n-gram if there is only one item.
     """
     check(predictions, references)
     if not predictions:
         return 0.0, []
-    items: Counter[Gram] = Counter()  # number of items whose references have the n-gram
+    items: Counter[Gram] = Counter()  # number of items whose references contain the n-gram
     for item_references in references:
         items.update({gram for reference in item_references for gram in grams(reference)})
     unseen = math.log(len(references))

@@ -1,4 +1,4 @@
-"""Metrics of generated texts against one reference each: ROUGE, BLEU, chrF, exact match."""
+"""Metrics for generated texts, each compared with one reference: ROUGE, BLEU, chrF, exact match."""
 
 import re
 from collections.abc import Sequence
@@ -45,5 +45,5 @@ def sentences(text: str) -> str:
 
 
 def lead(text: str, n: int = 3) -> str:
-    """Return the first `n` sentences: a baseline summary without a model."""
+    """Return the first `n` sentences: a baseline summary that needs no model."""
     return " ".join(SENTENCE_END.split(text.strip())[:n])

@@ -18,7 +18,7 @@ from flaxen.tree import map_leaves
 
 @dataclass(frozen=True)
 class Config:
-    """Configurations of encoder and decoder. If their widths differ, a linear projection connects them."""
+    """Configurations of the encoder and the decoder. If their widths differ, a linear projection connects them."""
 
     encoder: vit.Config
     decoder: gpt2.Config
@@ -82,7 +82,7 @@ class Captioner(nnx.Module):
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
-        """Mean loss over the non-negative labels, and its sums. Decoder inputs are the labels shifted by one."""
+        """Mean loss over non-negative labels, and the loss sums. Decoder inputs are the labels shifted right by one."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         filled = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
@@ -96,7 +96,7 @@ def join(encoder: vit.Config, decoder: gpt2.Config) -> Config:
 
 
 def with_config(model: Captioner, config: Config) -> Captioner:
-    """Rebuild the model with another configuration; for another image size, the position embeddings are resized."""
+    """Rebuild the model with another configuration; if the image size changes, the position embeddings are resized."""
     if model.config.encoder.image_size != config.encoder.image_size:
         encoder = vit.resized(model.encoder, config.encoder.image_size)
         model = map_leaves(lambda path, leaf: leaf, model)  # a shallow copy, so that the caller's model stays unchanged
@@ -105,7 +105,7 @@ def with_config(model: Captioner, config: Config) -> Captioner:
 
 
 def flops(config: Config, length: int) -> float:
-    """Floating-point operations of the matmuls in the forward pass of one image and caption."""
+    """Floating-point operations of the matmuls in the forward pass for one image and caption."""
     rows, columns = config.encoder.grid
     patches = 1 + rows * columns  # including the class token
     bridge = patches * config.encoder.d_model * config.decoder.d_model

@@ -8,12 +8,12 @@ from flaxen.tree import T
 
 
 def with_options(config: T, **options: Any) -> T:
-    """Set options that do not change the function (compute, remat, scan), in every part."""
+    """Set options of how the model is computed (compute, remat, scan), in every nested configuration."""
     return _map_parts(config, lambda part: dataclasses.replace(part, **options))
 
 
 def with_dropout(config: T, rate: float) -> T:
-    """Set all dropout rates, in every part."""
+    """Set all dropout rates, in every nested configuration."""
 
     def change(part: Any) -> Any:
         names = [field.name for field in dataclasses.fields(part) if field.name.endswith("dropout")]
@@ -23,7 +23,7 @@ def with_dropout(config: T, rate: float) -> T:
 
 
 def _map_parts(config: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the configuration, or to each of those that it consists of."""
+    """Apply `change` to a configuration or, if it is composed of several, to each of them."""
     parts = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     inner = {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}
     if not inner:

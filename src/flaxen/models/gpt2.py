@@ -1,4 +1,4 @@
-"""GPT-2: a language model, and with cross-attention the decoder of a captioner."""
+"""GPT-2: a language model or, with cross-attention, the decoder of a captioner."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class Config:
     cross: bool = False  # cross-attention to an encoder
     epsilon: float = 1e-5
     scaled: bool = True  # scale scores by 1 / sqrt(head size)
-    inverse_layer: bool = False  # also scale scores by 1 / (layer number, from 1)
-    tied: bool = True  # the output head is the embedding table
+    inverse_layer: bool = False  # also scale scores by 1 / layer number, counted from 1
+    tied: bool = True  # use the embedding table as the output head
     dropout: float = 0.1  # after attention and feed-forward
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
@@ -66,7 +66,7 @@ class Config:
         return dataclasses.replace(self, vocab_size=rows, pad_id=pad_id, eos_ids=(eos_id,), start_id=eos_id)
 
     def score_scales(self) -> Float[Array, "L"] | None:
-        """Factor of each layer's attention scores, in addition to 1 / sqrt(head size); None if all are 1."""
+        """Scale factor of each layer's attention scores, in addition to 1 / sqrt(head size); None if all are 1."""
         return 1.0 / (1.0 + jnp.arange(self.n_layers)) if self.inverse_layer else None
 
 
@@ -125,7 +125,7 @@ class GPT2(nnx.Module):
         valid: Bool[Array, "B T"] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Compute hidden states. `valid` is False for padding, also on the left: positions count real tokens."""
+        """Compute hidden states. `valid` is False for padding, on either side: positions count only real tokens."""
         c = self.config
         if ids.shape[1] > c.n_positions:
             raise ValueError(f"{ids.shape[1]} tokens exceed the {c.n_positions} positions of this GPT-2")
@@ -148,7 +148,7 @@ class GPT2(nnx.Module):
         return self.norm(x, jnp.dtype(c.compute))
 
     def count(self, ids: Int[Array, "B T"], valid: Bool[Array, "B T"] | None) -> Int[Array, "B T"]:
-        """The position of each token among the real ones of its row."""
+        """The position of each token among the real tokens of its row."""
         if valid is None:
             return jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         return jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
@@ -175,7 +175,7 @@ class GPT2(nnx.Module):
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
-        """Mean loss over the non-negative labels, and its sums. `labels[:, t]` is the token after `inputs[:, t]`."""
+        """Mean loss over non-negative labels, and the loss sums. `labels[:, t]` is the token after `inputs[:, t]`."""
         hidden = self(inputs, source, key=key)
         weights = (labels >= 0).astype(jnp.float32).reshape(-1)
         labels = jnp.maximum(labels, 0).reshape(-1)
@@ -189,9 +189,9 @@ class GPT2(nnx.Module):
 
 
 def flops(config: Config, length: int, source: int = 0) -> float:
-    """Floating-point operations of the matmuls in the forward pass of one example."""
+    """Floating-point operations of the matmuls in the forward pass for one example."""
     c = config
-    # Multiply-adds of one layer: projections, feed-forward, then scores and their sums of values.
+    # Multiply-adds of one layer: projections, feed-forward, then attention scores and weighted sums of values.
     layer = length * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff + 2 * length * c.d_model)
     if c.cross:
         layer += length * (2 * c.d_model**2 + 2 * source * c.d_model) + source * 2 * c.d_model**2

@@ -20,7 +20,7 @@ ABSENT = 2**30  # stands for padding before a prompt; not a valid token id
 
 
 class GPT2Decoder(nnx.Module):
-    """Generates with a GPT-2, one token at a time. Prompts are padded on the left."""
+    """Generates text with a GPT-2, one token at a time. Prompts are padded on the left."""
 
     def __init__(self, model: GPT2):
         self.model = model
@@ -37,7 +37,7 @@ class GPT2Decoder(nnx.Module):
     ) -> tuple[Int[Array, "B G P"], Cache]:
         """Read the prompts into a cache, with cross-attention to encoded images if given.
 
-        Returns the prompts of every beam and a cache that holds all prompt tokens but the last.
+        Returns the prompts, repeated for every beam, and a cache that holds all prompt tokens but the last.
         """
         model, c, prompt, layers = self.model, self.model.config, valid[:, :-1], unstack(self.model.layers)
         source = [None if encoded is None else KeyValues.of(*layer.cross.keys_values(encoded)) for layer in layers]
@@ -51,7 +51,7 @@ class GPT2Decoder(nnx.Module):
         return jnp.broadcast_to(tokens[:, None], (len(ids), beams, ids.shape[1])), past
 
     def step(self, tokens: Int[Array, "B G"], state: Cache) -> tuple[Float[Array, "B G V"], Cache]:
-        """Compute the logits that follow `tokens` and add these to the cache."""
+        """Add `tokens` to the cache and compute the logits of the tokens that follow them."""
         model, dtype = self.model, jnp.dtype(self.model.config.compute)
         position = jnp.sum(state.prompt, axis=1, dtype=jnp.int32)[:, None] + state.time
         x = model.embed(tokens, jnp.broadcast_to(position, tokens.shape))
@@ -61,7 +61,7 @@ class GPT2Decoder(nnx.Module):
     def _run_layers(
         self, layers: Sequence[Layer], x: Float[Array, "B T D"], plan: Any, past: Cache
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-        """Run all layers, with a `Plan` for a prompt or a `TokenPlan` for a step; return the extended caches too."""
+        """Run all layers, with a `Plan` for a prompt or a `TokenPlan` for a step; also return the extended caches."""
         c, scales, source = self.model.config, self.model.config.score_scales(), plan_source()
         caches: list[Any] = []
         # Unrolled, because a scan over layers would copy the caches.

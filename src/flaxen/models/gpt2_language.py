@@ -1,4 +1,4 @@
-"""Functions with which the language-modelling task trains a GPT-2: its `LanguageModel` (flaxen.tasks.language)."""
+"""GPT-2 as a `LanguageModel`: the functions that the language-modelling task needs (flaxen.tasks.language)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from flaxen.nn.loss import Sums
 
 __all__ = ["adapt_config", "check", "flops", "has_codebooks", "initial_carry", "language_loss", "notes", "prepare"]
 
-# Settings of the objective about carrying state or quantising, neither of which a GPT-2 does.
+# Settings of the objective for carried state or quantisation, neither of which GPT-2 has.
 UNUSED = ("update", "continued", "commit", "codebooks")
 
 
@@ -22,7 +22,7 @@ def adapt_config(config: Config, objective: Any, image: tuple[int, ...], trainin
 
 
 def check(config: Config, objective: Any) -> None:
-    """Raise ValueError if a model with this configuration cannot be trained with this objective."""
+    """Raise a ValueError if a model with this configuration cannot be trained with this objective."""
     if config.cross:
         raise ValueError(
             "this GPT-2 is a captioner's decoder (it has cross-attention) and cannot be trained as a language model"
@@ -43,7 +43,7 @@ def check(config: Config, objective: Any) -> None:
 
 
 def notes(config: Config) -> list[str]:
-    """Remarks printed when training starts."""
+    """Facts about the model to print before a run."""
     return [f"each row is read independently, from position 0; the context is at most {config.n_positions:,} tokens"]
 
 
@@ -52,7 +52,7 @@ def has_codebooks(config: Config) -> bool:
 
 
 def initial_carry(config: Config, rows: int) -> None:
-    """The initial carry: None, because a GPT-2 carries nothing from row to row."""
+    """The initial carry: None, because a GPT-2 carries nothing from chunk to chunk."""
 
 
 def language_loss(

@@ -22,7 +22,7 @@ from flaxen.nn.param import round_up, stacked
 from flaxen.nn.position import RelativeBias
 from flaxen.nn.stack import LONG, run, save_for_backward
 
-Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # True for real tokens; or segment numbers of the texts packed in a row
+Mask = Bool[Array, "B S"] | Int[Array, "B S"]  # True for real tokens; or segment numbers of texts packed into one row
 ATTENTION = ("full", "local", "transient-global")
 
 
@@ -41,15 +41,15 @@ class Config:
     max_distance: int = 128
     bias_per_layer: bool = False  # umT5: every layer has its own relative bias
     attention: str = "full"  # encoder attention: full, local or transient-global
-    radius: int = 127  # local and transient-global attention: tokens seen on either side
+    radius: int = 127  # local and transient-global attention: number of tokens seen on each side
     global_block: int = 16  # transient-global attention: tokens summed into one global token, which all tokens see
     activation: str = "relu"
     gated: bool = False
-    tied: bool = True  # the output head is the embedding table
+    tied: bool = True  # use the embedding table as the output head
     scaled: bool = True  # scale hidden states by d_model^-0.5 before the head, as T5 1.0's tied head requires
     epsilon: float = 1e-6
     dropout: float = 0.1
-    factor: float = 1.0  # factor of all initial standard deviations
+    factor: float = 1.0  # multiplies all initial standard deviations
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 0
@@ -162,7 +162,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
         own, seen = cache or (None, None)
-        short = x.size < LONG  # long inputs save less for the backward pass, which then repeats a few matmuls
+        short = x.size < LONG  # for long inputs, save less for the backward pass, which then recomputes a few matmuls
         y, own = self.attention(self.attention_norm(x, dtype), plan, own, keys[0])
         x = x + dropout(y, rate, keys[1])
         x = save_for_backward(x) if short else x
@@ -237,7 +237,7 @@ class Stack(nnx.Module):
 class T5(nnx.Module):
     """The T5 encoder-decoder. Token ids are int32; `valid` is True for real tokens, None if all tokens are real.
 
-    Several examples can be packed in a row: then `valid` holds their segment numbers 1, 2, … (0 is padding), and
+    Several examples can be packed into one row: then `valid` holds their segment numbers 1, 2, … (0 is padding), and
     `target_segments` those of their targets.
     """
 
@@ -246,7 +246,7 @@ class T5(nnx.Module):
         self.encoder = Stack(config, decoder=False)
         self.decoder = Stack(config, decoder=True)
         # With this std, initial logits have a standard deviation near 1. Hugging Face initialises an untied head with
-        # std 1, so that logits start near sqrt(d_model).
+        # std 1, so its initial logits have a standard deviation near sqrt(d_model).
         head = Embedding(config.vocab_size, config.d_model, std=config.factor * config.d_model**-0.5)
         self.head = None if config.tied else head
         self.config = config
@@ -287,7 +287,7 @@ class T5(nnx.Module):
         z_loss: float = 0.0,
         key: Array | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
-        """Mean loss over the non-negative labels, and its sums. Decoder inputs are the labels shifted by one."""
+        """Mean loss over non-negative labels, and the loss sums. Decoder inputs are the labels shifted right by one."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         weights = (labels >= 0).astype(jnp.float32)
         labels = jnp.where(labels >= 0, labels, self.config.pad_id)
@@ -314,10 +314,11 @@ class T5(nnx.Module):
 
 
 def encoder_flops(config: Config, source: int) -> float:
-    """Floating-point operations of the matmuls in the encoder's forward pass of one example."""
+    """Floating-point operations of the matmuls in the encoder's forward pass for one example."""
     c, inner = config, config.n_heads * config.d_head
     feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
-    # Multiply-adds per layer. A query that sees n keys costs 2 · n · inner: for scores, and for sums of values.
+    # Multiply-adds per layer. A query that sees n keys costs 2 · n · inner: half for scores, half for the weighted sum
+    # of values.
     seen, side = source, 0
     if c.attention != "full":
         side = source // c.global_block if c.attention == "transient-global" else 0
@@ -327,7 +328,7 @@ def encoder_flops(config: Config, source: int) -> float:
 
 
 def flops(config: Config, source: int, target: int) -> float:
-    """Floating-point operations of the matmuls in the forward pass of one example."""
+    """Floating-point operations of the matmuls in the forward pass for one example."""
     c, inner = config, config.n_heads * config.d_head
     feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
     decoder = target * (6 * c.d_model * inner + feed_forward + 2 * (target + source) * inner)

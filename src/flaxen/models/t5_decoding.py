@@ -15,14 +15,14 @@ from flaxen.nn.stack import unstack
 
 
 class T5DecodingState(NamedTuple):
-    """The state carried from token to token, for B inputs × G sequences of each."""
+    """The state carried from token to token, for B inputs with G sequences each."""
 
     past: Cache
     valid: Bool[Array, "B S"]  # True for real tokens of the source
 
 
 class T5Decoder(nnx.Module):
-    """Generates with a T5, one token at a time."""
+    """Generates text with a T5, one token at a time."""
 
     def __init__(self, model: T5):
         self.model = model
@@ -40,7 +40,7 @@ class T5Decoder(nnx.Module):
         return jnp.full((len(ids), beams, 1), c.start_id, jnp.int32), T5DecodingState(past, valid)
 
     def step(self, tokens: Int[Array, "B G"], state: T5DecodingState) -> tuple[Float[Array, "B G V"], T5DecodingState]:
-        """Compute the logits that follow `tokens`, which are at time `state.past.time`, and add these to the cache."""
+        """Add `tokens`, at time `state.past.time`, to the cache and compute the logits of the tokens that follow."""
         model, dtype, past, beams = self.model, jnp.dtype(self.model.config.compute), state.past, tokens.shape[1]
         distances = past.times(beams) - past.time
         shared = None if model.decoder.bias is None else past.plan(beams, model.decoder.bias(distances))

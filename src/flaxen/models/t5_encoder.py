@@ -30,5 +30,5 @@ class T5Encoder(nnx.Module):
 
 
 def flops(config: Config, source: int) -> float:
-    """Floating-point operations of the matmuls in the forward pass of one example."""
+    """Floating-point operations of the matmuls in the forward pass for one example."""
     return t5.encoder_flops(config, source)

@@ -59,7 +59,7 @@ class Config:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Number of patches: rows and columns."""
+        """Number of rows and columns of patches."""
         return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
 
 
@@ -125,7 +125,7 @@ class ViT(nnx.Module):
         return jnp.concatenate([first, x], axis=1) + self.positions_for(rows, columns)
 
     def positions_for(self, rows: int, columns: int) -> Float[Array, "S D"]:
-        """The learned position embeddings, resized if the grid differs; the class token's stays as it is."""
+        """The learned position embeddings, resized if the grid differs; the class token's is unchanged."""
         table = self.positions[...].astype(jnp.float32)
         if (rows, columns) == self.config.grid:
             return table
@@ -145,7 +145,7 @@ def resized(model: ViT, image_size: tuple[int, int]) -> ViT:
 
 def bicubic(old: int, new: int, a: float = -0.75) -> Float[Array, "new old"]:
     """The matrix that resizes `old` samples to `new` like torch's bicubic interpolation without antialiasing."""
-    position = (jnp.arange(new) + 0.5) * (old / new) - 0.5  # of each new sample among the old ones
+    position = (jnp.arange(new) + 0.5) * (old / new) - 0.5  # position of each new sample among the old ones
     base = jnp.floor(position)
     matrix = jnp.zeros((new, old))
     # Each new sample is a weighted sum of four neighbours; beyond the ends, the outermost sample is repeated.
@@ -160,7 +160,7 @@ def bicubic(old: int, new: int, a: float = -0.75) -> Float[Array, "new old"]:
 
 
 def flops(config: Config, pixels: tuple[int, int] | None = None) -> float:
-    """Floating-point operations of the matmuls in the forward pass of one image."""
+    """Floating-point operations of the matmuls in the forward pass for one image."""
     c = config
     height, width = pixels or c.image_size
     # Sequence length n: one class token, then the patches.

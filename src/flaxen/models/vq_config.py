@@ -16,7 +16,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches of a Transformer-VQ. The defaults are those of the original's enwik8 model."""
+    """Transformer-VQ configuration. The defaults are those of the original implementation's enwik8 model."""
 
     vocab_size: int = 259
     d_model: int = 768
@@ -31,24 +31,24 @@ class Config:
     window: int = 512  # number of past keys that a query sees individually, with a distance bias
     heads: str = "shga"  # shga: gated attention units; mqa, mha: attention followed by a feed-forward network
     d_ff: int = 0  # width of the feed-forward network (mqa, mha only)
-    attention: str = "vq"  # vq: quantised keys, linear cost; full: keys as they are, quadratic cost
+    attention: str = "vq"  # vq: quantised keys, linear cost; full: unquantised keys, quadratic cost
     aggregate: bool = True  # attend to keys beyond the window
-    through_cache: bool = True  # let gradients flow between the blocks of an update
-    documents: bool = False  # hide earlier documents; documents are separated by end tokens
+    through_cache: bool = True  # let gradients flow between the blocks of a training step
+    documents: bool = False  # do not attend to earlier documents; documents are separated by end tokens
     absolute: bool = False  # add sinusoidal position embeddings, times a learned scale, to token embeddings
     wavelength: float = 1e5  # longest wavelength of all sinusoids
     tied: bool = False  # use the embedding table as the output head
     norm_out: bool = False  # normalise before the output head
     logit_scale: float = 1.0
     embedding_dropout: float = 0.0
-    dropout: float = 0.0  # on the output of each unit
+    dropout: float = 0.0  # dropout on the output of each unit
     position_drop: float = 0.0  # dropout on the sinusoids of distances, drawn once per sequence
     layer_drop: float = 0.0  # probability of skipping a unit, drawn once per sequence
     image: tuple[int, ...] = ()  # height, width and channels of generated images; () for text
     pad_id: int = 0
     eos_ids: tuple[int, ...] = (1,)
     start_id: int = 1
-    reference: bool = False  # as the original: round counts and means to `compute`, update them without `aggregate` too
+    reference: bool = False  # as in the original: round counts and means to `compute`, and always update them
     form: str = "auto"  # compute blocks in a scan or in parallel; results are the same
     compute: str = "float32"
     scan: bool = True
@@ -79,12 +79,12 @@ class Config:
                 raise ValueError(f"{name}={ids} is not in the vocabulary of {self.vocab_size}")
 
     def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
-        """The configuration for a tokenizer. Every text starts after an end token, as if it followed another text."""
+        """Adapt to a tokenizer's vocabulary. Every text starts after an end token, as if it followed another text."""
         return dataclasses.replace(self, vocab_size=size, pad_id=pad_id, eos_ids=(eos_id,), start_id=eos_id)
 
     @property
     def key_heads(self) -> int:
-        """Number of heads with keys of their own."""
+        """Number of heads with their own keys."""
         return 1 if self.heads == "mqa" else self.n_heads
 
     @property
@@ -99,14 +99,14 @@ class Config:
 
     @property
     def spec(self) -> VQSpec:
-        """Settings of the attention in training."""
+        """Attention settings for training."""
         rounding = self.compute if self.reference else "float32"
         collect = self.aggregate or self.reference
         return VQSpec(self.window, self.block, self.aggregate, self.through_cache, self.documents, rounding, collect)
 
     @property
     def reading(self) -> VQSpec:
-        """Settings of the attention without training: blocks of at most 128 tokens, where that is faster.
+        """Attention settings when not training: blocks of at most 128 tokens, where that is faster.
 
         A block computes scores for W + X keys, of which a query needs W + 1, so smaller blocks waste less. Training
         needs the configured block: gradients depend on how long keys are seen individually.
@@ -117,7 +117,7 @@ class Config:
 
 
 def flops(config: Config, length: int) -> float:
-    """Floating-point operations of the matmuls in the forward pass of one sequence."""
+    """Floating-point operations of the matmuls in the forward pass for one sequence."""
     c = config
     n, queries_per_key = c.key_heads, c.n_heads // c.key_heads
     # Multiply-adds per token: projections, then attention, then (mqa, mha) the feed-forward network.

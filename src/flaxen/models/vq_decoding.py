@@ -1,4 +1,4 @@
-"""Decode a Transformer-VQ one token at a time, at a constant cost per token: its `Decoder`."""
+"""Decoding with a Transformer-VQ at a constant cost per token: implements the `Decoder` protocol of flaxen.generate."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from flaxen.nn.stack import unstack
 from flaxen.nn.vq import VQCache
 from flaxen.nn.vq_ring import Ring, TokenStep
 
-# The time, which determines the next slot, and the state of B · G sequences. Its documents are ordered by slot, and its
-# caches are one ring for each unit of each layer.
+# The time, which determines the next slot, and the state of B · G sequences. In this state, documents are ordered by
+# slot, and the caches are one ring for each unit of each layer.
 Decode = tuple[Int[Array, ""], VQState]
 
 
@@ -45,7 +45,7 @@ class VQDecoder(nnx.Module):
         return tokens, (time, state if beams == 1 else jax.tree.map(lambda a: jnp.repeat(a, beams, axis=0), state))
 
     def _read(self, ids: Int[Array, "B P"], valid: Bool[Array, "B P"], room: int) -> VQState:
-        """The state after a prompt, which is padded on the left to a multiple of the block."""
+        """The state after a prompt, which is padded on the left to a multiple of the block size."""
         c = self.config
         padding = -ids.shape[1] % c.block
         ids, valid = (jnp.pad(a, ((0, 0), (padding, 0))) for a in (ids, valid))

@@ -26,13 +26,13 @@ def adapt_config(config: Config, objective: Any, image: tuple[int, ...], trainin
     """Adapt the configuration to the data; `image` is the shape of its images, () for text and bytes."""
     if config.image and image != config.image:
         raise ValueError(f"the model generates images of shape {config.image}, but the data has {image or 'no images'}")
-    # Without training, every block that divides the update length gives the same results.
+    # When not training, every block size that divides the chunk length gives the same results.
     block = config.block if training else math.gcd(config.block, objective.chunk)
     return dataclasses.replace(config, image=image, block=block)
 
 
 def check(config: Config, objective: Any) -> None:
-    """Raise ValueError if the model cannot be trained with this objective."""
+    """Raise a ValueError if the model cannot be trained with this objective."""
     chunk, full = objective.chunk, config.attention == "full"
     if full and objective.continued:
         raise ValueError(
@@ -71,22 +71,22 @@ def language_loss(
     key: Array | None,
     objective: Any,
 ) -> tuple[Sums, VQState]:
-    """Sums over the labels of one chunk, and the state after it. Rows that are `fresh` start from an empty state, the
-    others from `carry`. With a key there is dropout, and codebooks are updated."""
+    """Return the loss sums of one chunk, and the state after it. Rows that are `fresh` start from an empty state, the
+    others from `carry`. If `key` is given, dropout is applied and codebooks are updated."""
     start = vq_lm.initial_state(model.config, len(fresh))
     if key is not None:
         sequence_key = jax.random.key_data(jax.random.fold_in(key, 1))
         start = start._replace(key=jnp.broadcast_to(sequence_key, start.key.shape))
     now = jax.tree.map(lambda a, b: jnp.where(fresh.reshape(-1, *[1] * (a.ndim - 1)), a, b), start, carry)
     noise = None
-    if key is not None:  # all sequences of a microbatch start at the same step, so they share their key
+    if key is not None:  # all sequences of a microbatch start at the same step, so they share one key
         noise = DropoutKeys(jax.random.fold_in(key, 0), jax.random.wrap_key_data(now.key[0]))
     sums, state, _ = model.loss(inputs, labels, now, commit=objective.commit, noise=noise, learn=key is not None)
     return sums, state
 
 
 def prepare(model: VQLM, inputs: Int[Array, "B T"], key: Array, objective: Any) -> VQLM:
-    """The model that training starts from: with codebooks fitted to the data, unless they start randomly."""
+    """Return the model to start training from, with codebooks fitted to the data or left random."""
     if objective.codebooks == "random" or not has_codebooks(model.config):
         return model
     return jax.jit(fit_codebooks)(model, inputs, key)

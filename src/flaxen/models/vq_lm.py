@@ -24,18 +24,18 @@ from flaxen.nn.vq_plan import VQPlan
 
 
 class VQState(NamedTuple):
-    """The recurrent state of the model: everything it retains of the tokens read, in constant size. Rows come first.
+    """The recurrent state of the model: all it retains of the tokens read, in constant size. Arrays have rows first.
 
-    Training carries it from update to update, prefill computes it, memory files store it, and decoding converts it to
+    Training carries it from chunk to chunk, prefill computes it, memory files store it, and decoding converts it to
     ring buffers. Checkpoints contain the names of its leaves (`carry.position`, `carry.caches.0.codes` and so on):
     renaming a field makes existing checkpoints unreadable.
     """
 
-    position: Int[Array, "B"]  # number of tokens read, in the current document if documents are separate
-    documents: Int[Array, "B W"]  # document number of each token of the window, starting at 1; 0 for padding
+    position: Int[Array, "B"]  # number of tokens read so far; if documents are separate, only those of the current one
+    documents: Int[Array, "B W"]  # document number of each token in the window, starting at 1; 0 for padding
     latest: Int[Array, "B"]  # the document that the means belong to
     caches: tuple[Any, ...]  # one for each attention unit of a layer, [B, L, …]; () for full attention
-    key: UInt32[Array, "B 2"]  # PRNG key of the dropout that is drawn once per sequence
+    key: UInt32[Array, "B 2"]  # PRNG key for the dropout that is drawn once per sequence
 
 
 class VQLM(nnx.Module):
@@ -61,11 +61,11 @@ class VQLM(nnx.Module):
         noise: DropoutKeys | None = None,
         room: int | None = None,
     ) -> tuple[Float[Array, "B T D"], VQState, QuantisationLoss]:
-        """Hidden states of T tokens, a multiple of `block`; the state after them; and the losses of quantisation.
+        """Return hidden states of T tokens (a multiple of `block`), the state after them, and quantisation losses.
 
         `valid` is False for padding, which is on the left. `weights` are the weights of tokens in the codebook update;
-        without them codebooks are not updated. With `room`, the state of full attention contains all keys, and empty
-        slots for that many more.
+        without them codebooks are not updated. If `room` is given, the state of full attention holds all keys, with
+        empty slots for that many more.
         """
         c = self.config
         if ids.shape[1] % c.block:
@@ -78,7 +78,7 @@ class VQLM(nnx.Module):
         seen = jnp.concatenate([state.documents, documents], axis=1)
         plan: VQPlan = FullPass(c.spec, documents, room)
         if c.attention == "vq":
-            # Without training, smaller blocks give the same result in less time.
+            # When not training, smaller blocks give the same result in less time.
             spec = c.reading if weights is None else c.spec
             parallel = c.form == "parallel" or (c.form == "auto" and not target().rows_in_sequence and not c.rounded)
             plan = BlockwisePass(spec, seen, state.latest, weights, parallel)
@@ -118,7 +118,7 @@ class VQLM(nnx.Module):
         return x, jax.tree.map(_swap_rows_and_layers, caches), QuantisationLoss(*map(jnp.sum, learning))
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Hidden states from the output of the last layer: with the final norm, if there is one."""
+        """Apply the final norm, if there is one, to the output of the last layer."""
         return x if self.norm is None else self.norm(x, jnp.dtype(self.config.compute))
 
     def embed(self, ids: Int[Array, "*B"], positions: Int[Array, "*B"]) -> Float[Array, "*B D"]:
@@ -154,7 +154,7 @@ class VQLM(nnx.Module):
         documents: Int[Array, "B T"] | None = None,
         learn: bool = False,
     ) -> tuple[Sums, VQState, QuantisationLoss]:
-        """Sums over labels that are not negative, the state after them, and the losses of quantisation.
+        """Return the loss sums over non-negative labels, the state after them, and the quantisation losses.
 
         The value of the loss is the cross-entropy alone. With `learn`, its gradient also includes `commit` times the
         commitment loss, and the surrogate gradient of the codebook update.
@@ -186,17 +186,17 @@ def initial_state(config: Config, rows: int) -> VQState:
 
 
 def _repeat_for_layers(n: int, a: Array) -> Array:
-    """[B, …] to [B, L, …]."""
+    """Repeat [B, …] along a new layer axis: [B, L, …]."""
     return jnp.broadcast_to(a[:, None], (len(a), n, *a.shape[1:]))
 
 
 def _swap_rows_and_layers(a: Array) -> Array:
-    """[B, L, …] to [L, B, …] or back."""
+    """Transpose [B, L, …] to [L, B, …], or back."""
     return jnp.swapaxes(a, 0, 1)
 
 
 def _split_by_layer(key: Array, n: int) -> Array:
-    """A PRNG key for each layer."""
+    """Split a PRNG key into one for each layer."""
     return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
 
 
@@ -205,7 +205,7 @@ def number_documents(
 ) -> Int[Array, "B T"]:
     """Number the document of each token, continuing from the state. Documents start at 1; padding is 0.
 
-    An end token starts the next document: texts begin with the end token of the text before.
+    An end token starts the next document: a text begins with the end token of the preceding text.
     """
     valid = jnp.ones(ids.shape, bool) if valid is None else valid
     begins = jnp.isin(ids, jnp.asarray(config.eos_ids, jnp.int32)) & valid
@@ -216,13 +216,13 @@ def number_documents(
 
 
 def token_positions(config: Config, state: VQState, documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The position of each token in its sequence or, with `documents`, in its document. Padding does not count."""
+    """The position of each token in its sequence or, with `documents`, in its document. Padding is not counted."""
     real = documents > 0
     count = state.position[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     if not config.documents:
         return jnp.maximum(count, 0)
     before = jnp.concatenate([state.documents[:, -1:], documents[:, :-1]], axis=1)
-    # The running maximum carries the position at which the latest document began to all of its tokens.
+    # The running maximum propagates the start position of each document to all of its tokens.
     begins = lax.cummax(jnp.where(real & (documents != before), count, 0), axis=1)
     return jnp.maximum(count - begins, 0)
 

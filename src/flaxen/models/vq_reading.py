@@ -15,7 +15,7 @@ LARGEST = 6  # a piece has at most 2^6 blocks
 
 
 def read(model: vq_lm.VQLM, ids: Sequence[int], state: vq_lm.VQState | None = None) -> vq_lm.VQState:
-    """The state after reading `ids`, following `state`. Its size does not depend on the number of ids."""
+    """The state after reading `ids`, starting from `state`. Its size does not depend on the number of ids."""
     block = model.config.block
     state, first = vq_lm.initial_state(model.config, 1) if state is None else state, 0
     for n in _piece_sizes(len(ids), block):
@@ -35,5 +35,5 @@ def _piece_sizes(n: int, block: int) -> Iterator[int]:
 
 @partial(jax.jit, static_argnames="block")
 def _read_piece(model: vq_lm.VQLM, block: int, ids: Array, state: vq_lm.VQState) -> vq_lm.VQState:
-    """The state after one piece. The result does not depend on the block, so a small piece may use a small one."""
+    """The state after one piece. The result does not depend on the block size, so small pieces may use small blocks."""
     return with_config(model, dataclasses.replace(model.config, block=block))(ids, state)[1]

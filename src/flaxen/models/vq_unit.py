@@ -19,26 +19,26 @@ from flaxen.nn.position import sinusoids
 from flaxen.nn.stack import save_for_backward
 from flaxen.nn.vq_plan import HeadInputs, VQPlan
 
-EPSILON = 1e-6  # of all RMS norms
+EPSILON = 1e-6  # epsilon of all RMS norms
 
 
 class QuantisationLoss(NamedTuple):
-    """Losses of quantisation, summed over tokens and heads."""
+    """Quantisation losses, summed over tokens and heads."""
 
     error: Float[Array, "*L"]  # commitment loss: squared distances between keys and their codes
     surrogate: Float[Array, "*L"]  # 0 in value; its gradient carries the EMA update of the codebook
 
     @staticmethod
     def nothing() -> "QuantisationLoss":
-        """Zero losses, where codebooks are not updated."""
+        """Zero losses, for passes that do not update codebooks."""
         return QuantisationLoss(jnp.zeros(()), jnp.zeros(()))
 
 
 class DropoutKeys(NamedTuple):
-    """PRNG keys of dropout: one for this chunk of a sequence, and one for the whole sequence.
+    """PRNG keys for dropout: one for this chunk of a sequence, and one for the whole sequence.
 
-    Dropout of distances and of layers is the same for a whole sequence: a chunk then reads a cache that was computed by
-    the same network.
+    Dropout of distances and of layers is the same for a whole sequence, so that every chunk reads a cache that was
+    computed by the same network.
     """
 
     chunk: Array
@@ -75,7 +75,7 @@ class Unit(nnx.Module):
         noise: DropoutKeys | None = None,
         table: Float[Array, "N Q E H"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, QuantisationLoss]:
-        """Add the unit's output to x; also return the new cache and the losses of quantisation.
+        """Add the unit's output to x; also return the new cache and the quantisation losses.
 
         `table` is the result of `self.table()`, if the caller has computed it already.
         """
@@ -96,7 +96,7 @@ class Unit(nnx.Module):
             heads = HeadInputs(queries, distant, chosen, v, table, z, self.codebook.vectors())
         y, cache = plan.attend(heads, cache)
         y = dropout(self.output(y, gate), c.dropout, chunk)
-        # LayerDrop skips the unit for whole rows. Its cache and its codebook are updated nevertheless.
+        # LayerDrop skips the unit for whole rows. Its cache and its codebook are still updated.
         if on_layer is not None and c.layer_drop:
             keep = keep_mask(on_layer, jnp.arange(len(x), dtype=jnp.uint32), c.layer_drop)
             y = y * (keep / (1 - c.layer_drop)).astype(y.dtype)[:, None, None]
@@ -126,7 +126,7 @@ class Unit(nnx.Module):
         return q.transpose(0, 2, 3, 1, 4).astype(jnp.float32), k.swapaxes(1, 2).astype(jnp.float32), v, gate
 
     def biased(self, q: Float[Array, "B N Q T H"]) -> tuple[Array, Array]:
-        """Queries with the content bias, to multiply with keys, and with the distance bias, to multiply with the table.
+        """Queries with the content bias, to multiply by keys, and with the distance bias, to multiply by the table.
 
         These are the biases u and v of Transformer-XL.
         """

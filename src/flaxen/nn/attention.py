@@ -50,7 +50,7 @@ class LayerCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Self-attention with separate query, key, value and output projections. T5's have no bias."""
+    """Self-attention with separate query, key, value and output projections. T5's projections have no bias."""
 
     def __init__(
         self,

@@ -31,12 +31,13 @@ class Plan(NamedTuple):
     bias: Float[Array, "N R"] | None = None  # R = T + S - 1; entry r is for key - query = r - (T - 1)
     causal: bool = False
     rate: float = 0.0  # dropout rate of the attention weights
-    scale: Array | None = None  # factor of the scores, if it differs between layers
-    # Instead of `valid`: segment numbers of queries and keys, for packed rows. A query sees keys of its own segment.
+    scale: Array | None = None  # scale factor of the scores, if it differs between layers
+    # Instead of `valid`: segment numbers of queries and keys, for packed rows. A query sees only keys of its own
+    # segment.
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
 
     def rows(self) -> Any:
-        """The arrays with a batch axis, for code that takes a few rows at a time; `of` puts them back."""
+        """The arrays with a batch axis, for code that processes a few rows at a time; `of` puts them back."""
         return self.valid, self.segments
 
     def seeing(self, queries: Array | None, keys: Array | None) -> "Plan":
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
         return self._replace(valid=rows[0], segments=rows[1])
 
     def attend(self, q: Array, k: Array, v: Array, cache: Any = None, key: Array | None = None) -> tuple[Array, Any]:
-        """Self-attention. A cache, if given, stores the keys and values as those of its prompt."""
+        """Self-attention. If a cache is given, the keys and values are stored in it as those of the prompt."""
         return self.read(q, (k, v), key), None if cache is None else cache.with_prompt(k, v)
 
     def read(self, q: Array, source: tuple[Array, Array], key: Array | None = None) -> Array:
@@ -122,7 +123,7 @@ class _Static(NamedTuple):
 
 
 def _even(length: int, block: int) -> int:
-    """The block length, at most `block`, that pads `length` least: equal blocks rather than a short last one."""
+    """The block length, at most `block`, that needs the least padding: equal blocks rather than a short last one."""
     return -(-length // -(-length // block))
 
 
@@ -132,7 +133,7 @@ def _toeplitz(window: Float[Array, "R"], t: int, s: int) -> Float[Array, "T S"]:
 
 
 class _Head:
-    """One head of one batch row: what is added to or multiplied with each block of its scores.
+    """One head of one batch row: the bias, masks and dropout of each block of its scores.
 
     Block (i, j) holds queries i · t_block … and keys j · s_block …. The forward pass uses blocks [queries, keys], the
     backward pass their transposes [keys, queries].
@@ -164,7 +165,7 @@ class _Head:
             window = lax.dynamic_slice_in_dim(self.bias, self.window(i, j), t + s - 1)
             # The transpose of a Toeplitz matrix is the Toeplitz matrix of the reversed vector.
             block = _toeplitz(window[::-1], s, t) if transposed else _toeplitz(window, t, s)
-            offset = offset + materialise(block)  # fused into its reader, the slicing would be repeated per element
+            offset = offset + materialise(block)  # if fused, the slicing would be repeated for every element
         return offset
 
     def keep(self, i: Array, j: Array, transposed: bool) -> Array:
@@ -241,7 +242,7 @@ def _forward(
 
             start = (jnp.full(len(q), -jnp.inf), jnp.zeros(len(q)), jnp.zeros(q.shape))
             (top, total, acc), _ = lax.scan(column, start, (jnp.arange(n_s), ks, vs))
-            return (acc / total[:, None]).astype(q.dtype), top + jnp.log(total)  # the second is log-sum-exp
+            return (acc / total[:, None]).astype(q.dtype), top + jnp.log(total)  # the second result is the log-sum-exp
 
         out, lse = lax.map(lambda xs: row(*xs), (jnp.arange(n_t), _blocks(q, static.t_block)))
         return out.reshape(q.shape), lse.reshape(-1)
@@ -254,8 +255,8 @@ def _forward(
 def _backward(static: _Static, residuals: tuple[Any, ...], g: Array) -> tuple[Array | None, ...]:
     """Gradients of q, k, v and the bias; scores and dropout masks are recomputed, block by block.
 
-    Scores are recomputed transposed, as [keys, queries]: then all matmuls but one run along rows, twice as fast on
-    CPUs. That one, for dq, reads a transposed copy of the keys instead.
+    Scores are recomputed transposed, as [keys, queries]: then all matmuls but one run along rows, which is twice as
+    fast on CPUs. That one, for dq, reads a transposed copy of the keys instead.
     """
     q, k, v, bias, segments, seed, out, lse = residuals
     t, s = static.t_block, static.s_block

@@ -42,7 +42,7 @@ class KeyValues(NamedTuple):
         return self._write(self._by_head(k), self._by_head(v), column)
 
     def read(self, q: Float[Array, "B N T H"], bias: Float[Array, "#B #K #T S"]) -> Float[Array, "B N T H"]:
-        """Attend to all columns, under a bias that includes masks."""
+        """Attend to all columns, with a bias that includes masks."""
         y = attend_plain(self._by_head(q), self.keys, self.values, bias, target().transposed_keys)
         return y.reshape(q.shape)
 
@@ -58,16 +58,16 @@ class KeyValues(NamedTuple):
 
 
 def _to_cache_layout(k: Array) -> Array:
-    """Transpose keys [B, K, S, H] to [B, K, H, S] if the target stores them so."""
+    """Transpose keys [B, K, S, H] to [B, K, H, S] if the target stores them that way."""
     return k.swapaxes(2, 3) if target().transposed_keys else k
 
 
 class TokenPlan(NamedTuple):
-    """The attention plan of a decoding step, one token per sequence: the cache is read under a bias with masks."""
+    """Attention plan of a decoding step, one token per sequence: the cache is read with a bias that includes masks."""
 
     bias: Float[Array, "#B #K #G S"]
     column: Int[Array, ""] | None = None  # where the keys of these tokens go
-    scale: Array | None = None  # factor of the scores, if it differs between layers
+    scale: Array | None = None  # scale factor of the scores, if it differs between layers
 
     def attend(self, q: Array, k: Array, v: Array, cache: Any, key: Array | None = None) -> tuple[Array, Any]:
         """Write the tokens to the cache, then attend to the past and to the tokens themselves."""
@@ -84,13 +84,13 @@ class Cache(NamedTuple):
     """The cache of B inputs × G sequences: P columns for the prompt, then room for T generated tokens.
 
     With `writer` (beam search) the sequences of an input share one buffer of S = P + T · G columns and can be
-    reordered. Without it each sequence has its own buffer, stored as more heads: K = N · G and S = P + T.
+    reordered. Without it each sequence has its own buffer, stored as additional heads: K = N · G and S = P + T.
     """
 
     layers: tuple[LayerCache, ...]
     prompt: Bool[Array, "B P"]  # True for real tokens
     writer: Int[Array, "B G T"] | None  # which sequence wrote the key that sequence g reads at time t
-    time: Int[Array, ""]  # number of tokens after the prompt so far
+    time: Int[Array, ""]  # number of tokens cached after the prompt so far
 
     def plan(self, beams: int, by_time: Float[Array, "N T"] | None = None) -> TokenPlan:
         """The plan for tokens at `time`: masks, each head's bias for keys at each time, and the column to write to."""

@@ -1,6 +1,6 @@
 """A codebook: the vectors that keys are quantised to. It learns by exponential moving averages, not by gradients.
 
-The vector of a code is sum / count: moving averages (EMA) of the sum and of the number of the keys that chose it. The
+The vector of a code is sum / count: moving averages (EMA) of the sum and of the number of the keys assigned to it. The
 EMA update reaches the optimizer as a surrogate gradient (`Codebook.surrogate`, flaxen.train.optim.running_means).
 """
 
@@ -13,11 +13,11 @@ from jaxtyping import Float, Int
 from flaxen.nn.param import constant, normal
 from flaxen.nn.stack import save_for_backward
 
-LEAST = 0.01  # lower bound of counts and norms that are divided by
+LEAST = 0.01  # lower bound for counts and norms that are used as divisors
 
 
 class Codebook(nnx.Module):
-    """M codes of size H for each of N heads, stored as moving sums and counts of the keys that chose them."""
+    """M codes of size H for each of N heads, stored as moving averages of the sums and counts of their keys."""
 
     def __init__(self, n_heads: int, n_codes: int, d: int):
         self.sum = normal(n_heads, n_codes, d, std=(n_heads * n_codes) ** -0.5)
@@ -28,10 +28,10 @@ class Codebook(nnx.Module):
         return lax.stop_gradient(vectors(self.sum[...], self.count[...]))
 
     def nearest(self, k: Float[Array, "B N T H"]) -> tuple[Int[Array, "B N T"], Float[Array, "B N T H"]]:
-        """The nearest code of each key (the first of equally near ones), and the quantised key.
+        """The nearest code of each key (the first one in a tie), and the quantised key.
 
-        The straight-through gradient: forward, a quantised key is its code's vector; backward, its gradient goes to the
-        key unchanged, as if it had not been quantised.
+        Straight-through estimator: in the forward pass a quantised key is its code's vector; in the backward pass its
+        gradient goes to the key unchanged, as if it had not been quantised.
         """
         codes = self.vectors()
         # ‖k - c‖² = ‖k‖² - 2 k · c + ‖c‖², where ‖k‖² is the same for all codes and does not change the minimum.
@@ -43,18 +43,18 @@ class Codebook(nnx.Module):
     def surrogate(
         self, k: Float[Array, "B N T H"], z: Int[Array, "B N T"], weights: Float[Array, "B T"]
     ) -> Float[Array, ""]:
-        """A loss of value 0, whose gradients by sum and count carry the statistics of the EMA update.
+        """A loss of value 0 whose gradients with respect to sum and count carry the statistics of the EMA update.
 
-        The gradient by `sum` is minus the sum of the keys that chose each code, and the gradient by `count` is minus
-        their number. The optimizer turns them into new = decay · old - (1 - decay) · gradient. Sums, unlike means, can
-        be added over rows, microbatches and devices in the same way as all other gradients.
+        The gradient with respect to `sum` is minus the sum of the keys assigned to each code; the one with respect to
+        `count` is minus their number. The optimizer turns them into new = decay · old - (1 - decay) · gradient. Sums,
+        unlike means, can be added over rows, microbatches and devices in the same way as all other gradients.
         """
         head = jnp.arange(z.shape[1])[:, None]
         w = jnp.broadcast_to(weights[:, None], z.shape)
         k = lax.stop_gradient(k) * w[..., None]
         keys = save_for_backward(jnp.zeros(self.sum.shape).at[head, z].add(k))
         counts = save_for_backward(jnp.zeros(self.count.shape).at[head, z].add(w))
-        # statistic · (x - stop_gradient(x)) is 0, and its gradient by x is the statistic.
+        # statistic · (x - stop_gradient(x)) is 0, and its gradient with respect to x is the statistic.
         return -jnp.vdot(keys, _only_gradient(self.sum[...])) - jnp.vdot(counts, _only_gradient(self.count[...]))
 
 
@@ -64,13 +64,13 @@ def vectors(sums: Float[Array, "*B H"], counts: Float[Array, "*B"]) -> Float[Arr
 
 
 def error(k: Float[Array, "B N T H"], chosen: Float[Array, "B N T H"], weights: Float[Array, "B T"]) -> Array:
-    """Commitment loss: the weighted sum of squared distances between keys and their codes. It pulls keys to codes."""
+    """Commitment loss, which pulls keys towards their codes: the weighted sum of squared distances between them."""
     squared = jnp.square(k - lax.stop_gradient(chosen)).sum(axis=(1, 3))
     return jnp.vdot(squared, weights)
 
 
 def _only_gradient(x: Array) -> Array:
-    """0 in value, with the gradient of x."""
+    """Return a value of 0 with the gradient of x."""
     return x - lax.stop_gradient(x)
 
 
@@ -121,7 +121,7 @@ def fit(
         def move(codes: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
             z = jnp.argmin(jnp.square(codes).sum(-1) - 2 * k @ codes.T, axis=-1)
             sums, counts = jnp.zeros_like(codes).at[z].add(k), jnp.zeros(n_codes).at[z].add(1.0)
-            empty = counts < 1  # a code that no key chose stays where it is, with a count of 1
+            empty = counts < 1  # a code without keys stays where it is, with a count of 1
             sums, counts = jnp.where(empty[:, None], codes, sums), jnp.where(empty, 1.0, counts)
             return sums / counts[:, None], (sums, counts)
 

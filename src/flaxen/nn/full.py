@@ -14,7 +14,7 @@ from flaxen.nn.vq_plan import NEVER, HeadInputs, VQSpec
 from flaxen.nn.vq_ring import Ring
 
 # A sequence is computed in 8 segments, each against the keys up to its own end. Of all T × T scores, the half above the
-# diagonal is masked; this way only a sixteenth of them is computed in vain.
+# diagonal is masked; this way only a sixteenth of them are computed unnecessarily.
 SEGMENTS = 8
 
 
@@ -50,7 +50,7 @@ def _attend_row(
     """
     query_heads, block = q.shape[0], spec.block
     q, d = (a.reshape(query_heads, blocks, block, -1).swapaxes(0, 1) for a in (q, d))
-    # W padding keys (document 0) in front, so that every block has a whole window before it.
+    # W padding keys (document 0) in front, so that every block has a full window before it.
     k, v, documents = (jnp.pad(a, ((spec.window, 0), *[(0, 0)] * (a.ndim - 1))) for a in (k, v, documents))
     parts, size = [], -(-blocks // SEGMENTS)
     for first in range(0, blocks, size):
@@ -67,7 +67,7 @@ def _attend_row(
 def _attend_block(
     spec: VQSpec, i: Array, q: Array, d: Array, *, k: Array, v: Array, table: Array, documents: Array
 ) -> Float[Array, "Q X U"]:
-    """Attention output of block i to all keys up to the end of its segment."""
+    """Attention output of block i, which attends to all keys up to the end of its segment."""
     query_heads, block, size = *q.shape[:2], spec.window + spec.block
     by_distance = skew(spec, jax.vmap(dot)(d, table.swapaxes(1, 2))).reshape(query_heads, block, size)
     start, key_position = i * block, jnp.arange(len(k)) - spec.window

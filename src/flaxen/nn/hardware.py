@@ -19,23 +19,23 @@ from jax import Array, lax
 
 FEW = 64  # up to this many rows, a matmul is bound by reading the weights
 PANEL = 16  # rows of a matrix transposed at a time
-SMALL = 2**15  # up to this many elements, a loop over panels does not pay
+SMALL = 2**15  # up to this many elements, a loop over panels does not pay off
 
 
 @dataclass(frozen=True)
 class Target:
-    """The optimisations that programs are traced with. The defaults are for accelerators: none of them."""
+    """The optimisations that programs are traced with. The defaults, for accelerators, enable none of them."""
 
-    activations: int | None = None  # elements that enter a layer at a time; None: the whole batch
-    scores: int | None = None  # attention scores computed at a time; None: the scores of all heads
+    activations: int | None = None  # number of elements that a layer processes at a time; None: the whole batch
+    scores: int | None = None  # number of attention scores computed at a time; None: the scores of all heads
     # Transformer-VQ: compute head by head and block by block, with small blocks where no gradient is needed.
     rows_in_sequence: bool = False
     transposed_copies: bool = False  # copy transposed operands of matmuls into new arrays
     panels: bool = False  # transpose 16 rows at a time; faster with few cores
     separate_arrays: bool = False  # keep transposes and biases of blocks out of the fusions that read them
-    transposed_keys: bool = False  # cache keys as [B, N, H, S], the layout in which scores of few queries read them
-    weights_first: bool = False  # matmuls of few rows as (W xᵀ)ᵀ; decoding loops lay the weights out for it once
-    widen_bfloat16: bool = False  # matmuls of bf16 blocks in f32
+    transposed_keys: bool = False  # cache keys as [B, N, H, S], the layout in which few queries read them fastest
+    weights_first: bool = False  # compute matmuls of few rows as (W xᵀ)ᵀ; decoding lays out the weights for this once
+    widen_bfloat16: bool = False  # compute matmuls of bf16 blocks in f32
     compiler_options: tuple[tuple[str, str], ...] = ()  # XLA options for training programs
 
 
@@ -73,7 +73,7 @@ def compile_for(what: str | Target) -> AbstractContextManager[Any]:
 
 
 def training_options() -> dict[str, str] | None:
-    """Compiler options for `jax.jit` of training programs, whose memory matters; None if there are none."""
+    """Compiler options that save memory, for `jax.jit` of training programs; None if there are none."""
     return dict(target().compiler_options) or None
 
 
@@ -98,7 +98,7 @@ def few_rows_at_a_time(function: Callable[..., Array], x: Array, key: Array | No
 def few_tokens_at_a_time(
     function: Callable[[Array, Array | None], Array], x: Array, key: Array | None, checkpoint: bool
 ) -> Array:
-    """Compute function(x, key) for x [B, T, D], some tokens at a time; tokens must not depend on each other.
+    """Compute function(x, key) for x [B, T, D], a few tokens at a time; tokens must not depend on each other.
 
     With `checkpoint`, the backward pass recomputes the intermediate results, so that it holds those of one chunk of
     tokens instead of all.
@@ -119,8 +119,8 @@ def few_tokens_at_a_time(
 def few_heads_at_a_time(function: Callable[..., Any], scores: int, arrays: tuple[Any, ...]) -> Any:
     """Compute function(number, *arrays) for each head of each batch row, the first two axes of `arrays`.
 
-    `scores` is the number of attention scores in one block; as many heads are computed at a time as have blocks that
-    fit in the CPU cache together. `number` counts heads over all rows, and dropout uses it as a seed.
+    `scores` is the number of attention scores in one block; heads are computed in groups whose blocks fit in the CPU
+    cache together. `number` counts heads over all rows, and dropout uses it as a seed.
     """
     batch = jax.tree.leaves(arrays)[0].shape[:2]
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays)
@@ -148,8 +148,8 @@ def each_row(function: Callable[..., Any], arrays: Any) -> Any:
 def transposed_copy(a: Array) -> Array:
     """Transpose a matmul's left operand into a new array: CPU kernels run at half speed on a transposed view.
 
-    With few cores, a loop transposes some rows at a time, few enough to stay in the L1 cache whatever their stride: up
-    to three times as fast as XLA's transpose.
+    With few cores, a loop transposes some rows at a time, few enough to stay in the L1 cache whatever their stride.
+    This is up to three times as fast as XLA's transpose.
     """
     if not target().transposed_copies:
         return a.T
@@ -177,7 +177,7 @@ def transposed_right(a: Array) -> Array:
 
 
 def materialise(a: Array) -> Array:
-    """Compute `a` before the operation that reads it, by a barrier against fusion.
+    """Compute `a` before the operation that reads it, using a barrier that prevents fusion.
 
     Fused into its reader, a transpose or a slice of a bias would be recomputed for every element read.
     """
@@ -185,7 +185,7 @@ def materialise(a: Array) -> Array:
 
 
 def widen(a: Array) -> Array:
-    """Cast an operand of a matmul of blocks to f32 if the target has no kernel for it in bf16."""
+    """Cast an operand of a matmul of blocks to f32 if the target has no bf16 kernel for it."""
     return a.astype(jnp.float32) if target().widen_bfloat16 else a
 
 

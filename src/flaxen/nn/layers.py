@@ -85,9 +85,9 @@ def for_few_rows(module: M) -> M:
 
 
 def lay_out(layers: M) -> tuple[M, ...] | None:
-    """Split a stack into layers laid out for decoding with `for_few_rows`, once for all tokens to come.
+    """Split a stack into layers laid out for decoding with `for_few_rows`, once for all tokens.
 
-    None if the target does not have `weights_first`: then the caller slices the stack where it uses a layer.
+    Returns None if the target does not have `weights_first`: then the caller slices the stack where it uses a layer.
     """
     return _lay_out(layers) if target().weights_first else None
 
@@ -194,7 +194,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class MLP(nnx.Module):
     """Feed-forward network: act(x·wi)·wo, or with a gate (act(x·gate) ⊙ (x·wi))·wo.
 
-    `std` holds the initial standard deviations of wi and wo; by default they are T5's times `factor`.
+    `std` holds the initial standard deviations of wi and wo; by default they are T5's, multiplied by `factor`.
     """
 
     def __init__(

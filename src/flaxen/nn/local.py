@@ -4,7 +4,7 @@ In local attention token t sees tokens t - radius … t + radius. A block of que
 keys, so keys and values are never copied into overlapping windows; bias and band mask are the same for all blocks.
 
 In transient-global attention a token also sees global tokens, called side tokens here: each is the normalised sum of a
-block of tokens, recomputed in every layer. They join the same softmax as further keys.
+block of tokens, recomputed in every layer. They enter the same softmax as additional keys.
 
 Scores are laid out as [keys, queries], so that every matmul runs along rows and every reduction across them, which is
 fast on CPUs. They exist for one block of one head at a time, and the backward pass recomputes them.
@@ -43,13 +43,13 @@ class LocalPlan(NamedTuple):
     """Masks and biases of local attention, shared by all layers of a stack."""
 
     segments: Int[Array, "B T"]  # tokens see each other within a segment; 0 is padding
-    band: Float[Array, "N S X"]  # bias and mask of a block of X queries: key s of its slice is s - radius - x away
+    band: Float[Array, "N S X"]  # bias and mask of a block: the distance of key s from query x is s - radius - x
     radius: int
     rate: float  # dropout rate of the attention weights
     side: GlobalTokens | None = None
 
     def rows(self) -> Any:
-        """The arrays with a batch axis, for code that takes a few rows at a time; `of` puts them back."""
+        """The arrays with a batch axis, for code that processes a few rows at a time; `of` puts them back."""
         return self.segments, self.side and (self.side.block, self.side.owner)
 
     def of(self, rows: Any) -> "LocalPlan":
@@ -77,7 +77,7 @@ def plan_local(
 def plan_global(bias: RelativeBias, segments: Int[Array, "B T"], size: int) -> GlobalTokens | None:
     """Assign tokens to blocks of `size`, counted from the start of each segment; the last block takes the remainder.
 
-    A segment shorter than a block has none. Returns None if no segment can have a block.
+    A segment shorter than a block has no side token. Returns None if no segment can have a block.
     """
     (batch, length), n_side = segments.shape, segments.shape[1] // size
     if not n_side:
@@ -100,7 +100,7 @@ def plan_global(bias: RelativeBias, segments: Int[Array, "B T"], size: int) -> G
 
 
 class TransientGlobalAttention(Attention):
-    """LongT5's transient-global attention: keys and values of side tokens come from the same projections as tokens'."""
+    """LongT5's transient-global attention: side tokens share the key and value projections of tokens."""
 
     def __init__(self, d: int, n_heads: int, d_head: int, factor: float = 1.0, epsilon: float = 1e-6):
         super().__init__(d, n_heads, d_head, factor)
@@ -157,7 +157,7 @@ def attend_local(
         tensors += (save_for_backward(side[0]), save_for_backward(side[1]), plan.side.bias)
         # Shifted by 1 around the padding, so that padded queries get -1: no side token.
         indices += (pad(for_heads(plan.side.block) + 1, tail) - 1, for_heads(plan.side.owner))
-        few = min(block, block // plan.side.size + 2)  # side tokens that a block of consecutive queries can belong to
+        few = min(block, block // plan.side.size + 2)  # maximum number of side tokens that a block's queries belong to
     seed = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
     static = _Static(block, width, few, 0.0 if key is None else plan.rate)
     return _attend_band(tensors, indices, seed, static)[:, :, :length]

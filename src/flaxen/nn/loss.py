@@ -23,7 +23,7 @@ class Sums(NamedTuple):
     """Weighted sums over tokens, which can be added up over chunks, batches and hosts."""
 
     loss: Float[Array, ""]
-    correct: Float[Array, ""]  # weight of the tokens whose label has the highest logit
+    correct: Float[Array, ""]  # total weight of the tokens whose label has the highest logit
     weight: Float[Array, ""]
 
 
@@ -39,8 +39,8 @@ def cross_entropy(
 ) -> Sums:
     """Sum over rows of weight · -log softmax(hidden · headᵀ + bias)[label], with label smoothing and z-loss.
 
-    Label smoothing spreads that fraction of the target probability evenly over the vocabulary. The z-loss adds
-    z_loss · lse², with the log-sum-exp of the logits, which keeps logits from growing.
+    Label smoothing spreads a fraction `label_smoothing` of the target probability evenly over the vocabulary. The
+    z-loss adds z_loss · lse², where lse is the log-sum-exp of the logits; it keeps logits from growing.
     """
     rows, vocab = hidden.shape[0], head.shape[0]
     chunk = min(rows, chunk or max(CHUNK_ROWS, CHUNK_ELEMENTS // vocab))
@@ -66,7 +66,7 @@ def _chunk(
     gold = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     target = gold if label_smoothing == 0.0 else (1.0 - label_smoothing) * gold + label_smoothing * logits.mean(axis=-1)
     loss = jnp.sum(weights * (lse - target + z_loss * jnp.square(lse)))
-    # A label that ties with another logit for the maximum counts as correct. This needs no argmax, so one pass less.
+    # A label that ties with another logit for the maximum counts as correct. This needs no argmax, which saves a pass.
     correct = jnp.sum(weights * (gold >= logits.max(axis=-1)))
     return loss, correct, logits, lse
 
@@ -125,7 +125,7 @@ def _forward(
 def _backward(
     coefficients: tuple[float, float], residuals: tuple[Array, Array, Array | None], g: tuple[Array, Array]
 ) -> tuple[Array, Array, Array | None, None, None]:
-    """Scale the gradients of `_forward` by the incoming one. The count of correct predictions has no gradient."""
+    """Scale the gradients of `_forward` by the incoming gradient. The count of correct predictions has no gradient."""
     dhidden, dhead, dbias = residuals
     scaled = (g[0].astype(dhidden.dtype) * dhidden, g[0].astype(dhead.dtype) * dhead)
     return *scaled, None if dbias is None else g[0] * dbias, None, None

@@ -1,7 +1,7 @@
 """Declare parameters by shape and initial distribution; their values come later, from a checkpoint or from a seed.
 
-A newly built module is abstract: its leaves are `jax.ShapeDtypeStruct`s. So loading a checkpoint never throws random
-weights away, and building an 11-billion-parameter model to look at its structure costs nothing.
+A newly built module is abstract: its leaves are `jax.ShapeDtypeStruct`s. So loading a checkpoint never initialises
+random weights only to discard them, and building an 11-billion-parameter model to look at its structure costs nothing.
 """
 
 import math
@@ -24,7 +24,7 @@ def normal(*shape: int, std: float) -> nnx.Param:
 
 
 def constant(*shape: int, value: float) -> nnx.Param:
-    """Declare a parameter that is initialised with one number everywhere."""
+    """Declare a parameter that is initialised to the same number everywhere."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), value_at_start=value)
 
 
@@ -34,14 +34,14 @@ def stacked(module: T, n: int) -> T:
 
 
 def round_up(rows: int) -> int:
-    """Round the rows of an embedding table up to a multiple of 128, for faster matmuls: T5 stores 32,128 for 32,100."""
+    """Round the rows of an embedding table up to a multiple of 128, for faster matmuls: T5 pads 32,100 to 32,128."""
     return -(-rows // 128) * 128
 
 
 def initialise(model: T, seed: int) -> T:
     """Initialise an abstract model. Each leaf depends only on the seed and its path, whatever else the model holds.
 
-    The numbers are drawn by NumPy: on a CPU JAX's threefry takes five times as long, most of it to compile.
+    The numbers are drawn by NumPy: on a CPU JAX's threefry takes five times as long, most of it for compilation.
     """
     initial = {
         name(path): variable.get_metadata()
@@ -54,7 +54,7 @@ def initialise(model: T, seed: int) -> T:
         distribution: dict[str, Any] = initial[path]
         if "value_at_start" in distribution:
             return jnp.full(leaf.shape, distribution["value_at_start"], leaf.dtype)
-        # Philox takes a key, so every leaf has its own stream without drawing the others'.
+        # Philox takes a key, so every leaf has its own random stream, independent of the other leaves.
         draw = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(path.encode())]))
         numbers = draw.standard_normal(math.prod(leaf.shape), np.float32).reshape(leaf.shape)
         return jnp.asarray(numbers * np.float32(distribution["std"]), leaf.dtype)

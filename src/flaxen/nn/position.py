@@ -13,7 +13,7 @@ from flaxen.nn.param import normal
 def relative_bucket(
     distance: Int[Array, "*R"], bidirectional: bool, n_buckets: int, max_distance: int
 ) -> Int[Array, "*R"]:
-    """T5's bucket of distance = key position - query position: exact if near, logarithmic up to max_distance."""
+    """T5's bucket of distance = key position - query position: exact if small, then logarithmic up to max_distance."""
     # A bidirectional encoder uses the upper half of the buckets for keys after the query. A decoder sees no such keys,
     # so it uses all buckets for the past.
     side = jnp.zeros_like(distance)

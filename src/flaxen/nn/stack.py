@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 M = TypeVar("M")
 SAVED = "kept"  # name of the values that gradient checkpointing saves instead of recomputing
-# From this many input elements (e.g. 8,192 tokens of 512 features), layers save less for the backward pass.
+# With at least this many input elements (e.g. 8,192 tokens of 512 features), layers save less for the backward pass.
 LONG = 2**22
 
 
@@ -69,7 +69,7 @@ def unstack(layers: M) -> list[M]:
 
 
 # JAX's gradient of slicing is a sum of padded arrays, each as large as the whole stack; stacking the gradients of the
-# layers gives the same in one copy.
+# layers gives the same result in one copy.
 unstack.defvjp(
     lambda layers: (unstack(layers), None),
     lambda _, grads: (jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads),),

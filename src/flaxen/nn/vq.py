@@ -1,15 +1,16 @@
 """Attention over quantised keys: exact softmax attention to the whole past, at a cost linear in its length.
 
-Quantised keys take only M different values, the vectors of a codebook. A query sees the last W keys one by one, with a
-bias that depends on their distance. A key that has left this window has no distance bias any more, so its score depends
-on its code alone. With n keys of code m, whose vector is c_m, their contribution to the softmax is
+Quantised keys take only M different values, the vectors of a codebook. A query sees the last W keys individually, with
+a bias that depends on their distance. A key that has left this window no longer has a distance bias, so its score
+depends on its code alone. With n keys of code m, whose vector is c_m, their contribution to the softmax is
 
     Σ exp(q · c_m) v_j = exp(q · c_m + log n) · mean(v_j)
 
-hence a count and a mean value for each code stand for all evicted keys, exactly: this is the compressive cache.
+so a count and a mean value for each code represent all evicted keys exactly: this is the compressive cache.
 
 Queries are computed in blocks of X tokens. The result does not depend on X: keys that are farther than W but have not
-been evicted yet, because they are needed by the first queries of the block, are seen one by one without distance bias.
+been evicted yet, because they are needed by the first queries of the block, are seen individually, without a distance
+bias.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from flaxen.nn.vq_plan import HeadInputs, VQSpec
 
 
 class VQCache(NamedTuple):
-    """The state of one attention, carried from block to block and from call to call. Its size is constant."""
+    """The state of one attention unit, carried from block to block and from call to call. Its size is constant."""
 
     codes: Int[Array, "B N W"]
     keys: Float[Array, "B N W H"]
@@ -59,7 +60,7 @@ class ScanOperands(NamedTuple):
 
 
 class ScanConstants(NamedTuple):
-    """The other inputs of one key head of one row, which get no gradient."""
+    """The inputs of one key head of one row that get no gradient."""
 
     codes: Int[Array, "S"]
     documents: Int[Array, "S"]
@@ -79,7 +80,7 @@ class BlockwisePass:
     documents: Int[Array, "B S"]  # document number of each token of the window and of this pass; 0 for padding
     latest: Int[Array, "B"]  # the document that the cached means belong to
     weights: Float[Array, "B T"] | None = None  # weight of each token in the codebook update; None: no update
-    parallel: bool = False  # all blocks at once, for hardware that one block does not fill
+    parallel: bool = False  # compute all blocks at once, for hardware that one block does not keep busy
 
     def attend(self, heads: HeadInputs, cache: VQCache) -> tuple[Float[Array, "B N Q T U"], VQCache]:
         """Return the attention output of each query and the cache after the last block."""
@@ -153,7 +154,7 @@ def _scan_blocks(spec: VQSpec, operands: ScanOperands, constants: ScanConstants)
     """Attention output of all blocks, and counts and means after the last one.
 
     The backward pass is written by hand: JAX's own would save the softmax weights of every block, and would add each
-    block's gradient of keys and values as an array of the length of the sequence.
+    block's gradient of keys and values as an array as long as the sequence.
     """
     out, _, _, last = _scan_with_residuals(spec, operands, constants)
     return out, *last
@@ -190,7 +191,7 @@ def _scan_blocks_backward(
     The carry is the gradient of the means, and the sums of the gradients of keys, values and table. After block i,
     means' = retained · means + Σ share · value over the evicted keys, where retained and share depend on counts only
     and are constants. So an evicted value gets its share of the gradient of its code's mean, and the means before the
-    block get the retained fraction of that gradient, plus the gradient of the block that has read them.
+    block get the retained fraction of that gradient, plus the gradient from the block that has read them.
     """
     operands, constants, out, scale, past = residuals
 
@@ -292,7 +293,7 @@ def _merge_evicted(
 def _parallel_blocks(spec: VQSpec, operands: ScanOperands, constants: ScanConstants) -> tuple[Array, Array, Array]:
     """Attention output of all blocks, and counts and means after the last one: the same results as `_scan_blocks`.
 
-    JAX derives this form's backward pass, so the tests can check the two against each other.
+    JAX derives this form's backward pass, so the tests can check the two forms against each other.
     """
     blocks = jnp.arange(len(operands.queries))
     counts, means, last = _merge_all_blocks(spec, constants, operands.values, len(blocks))
@@ -329,7 +330,7 @@ def _merge_all_blocks(
         return counts, means, last
 
     def evicted_alone(i: Array) -> tuple[Array, Array]:
-        """Counts and means of the keys that block i evicts, without those before."""
+        """Counts and means of the keys that block i evicts, without those of earlier blocks."""
         zero = jnp.zeros_like(constants.counts)
         return _merge_evicted(spec, constants, values, i, zero, jnp.zeros_like(constants.means))
 

@@ -1,6 +1,6 @@
 """Attention of one block of queries of one key head, forward and backward.
 
-Queries attend to S = W + X keys one by one (the window before the block, then the block itself), and to M codes that
+Queries attend to S = W + X keys individually (the window before the block, then the block itself), and to M codes that
 stand for all older keys. A row of scores belongs to one of the Q · X queries: Q query heads share the keys.
 """
 
@@ -30,7 +30,7 @@ class BlockInputs(NamedTuple):
 
 
 def hidden_keys(spec: VQSpec, documents: Int[Array, "S"]) -> Float[Array, "#X S"]:
-    """Mask to add to the scores of a block: NEVER for keys that are padding or of another document, 0 elsewhere.
+    """Mask to add to the scores of a block: NEVER for keys that are padding or belong to another document, 0 elsewhere.
 
     Masking by position (future keys, keys beyond the window) is done by `skew`.
     """
@@ -53,8 +53,8 @@ def _scores(
     near = (near.reshape(query_heads, spec.block, -1) + inputs.hidden).reshape(near.shape)
     if not spec.aggregate:
         return near, None
-    # Log-count bias: n quantised keys with the same code have the same score s, and in the softmax they weigh
-    # n · exp(s) = exp(s + log n) together. They multiply the mean of their values.
+    # Log-count bias: n quantised keys with the same code have the same score s, and their total weight in the softmax
+    # is n · exp(s) = exp(s + log n). It multiplies the mean of their values.
     bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
     if inputs.known is not None:
         bias = jnp.where(jnp.tile(inputs.known, query_heads)[:, None], bias, NEVER)
@@ -87,7 +87,7 @@ def block_forward(
 
 
 class BlockGradients(NamedTuple):
-    """Gradients of a loss by the inputs of a block."""
+    """Gradients of a loss with respect to the inputs of a block."""
 
     queries: Float[Array, "QX H"]
     distant: Float[Array, "QX H"]
@@ -147,7 +147,7 @@ def skew(spec: VQSpec, x: Float[Array, "Q X E"]) -> Float[Array, "QX S"]:
     """Convert scores by distance (W first, 0 last) to scores by key: the relative-shift trick, by reshapes alone.
 
     Key j is at distance W + i - j from query i of the block, so the row of query i moves i places to the right.
-    Future keys get NEVER. Keys farther than W get 0, that is no distance bias, as they are not in the means yet; they
+    Future keys get NEVER. Keys farther than W get 0, that is, no distance bias, as they are not in the means yet; they
     get NEVER if keys beyond the window are not attended to at all.
     """
     size, block = spec.window + spec.block, spec.block

@@ -19,13 +19,13 @@ NEVER = -1e30
 
 
 class VQSpec(NamedTuple):
-    """Settings of the attention that are the same for every call."""
+    """Attention settings that are the same for every call."""
 
     window: int  # W
     block: int  # X
     aggregate: bool = True  # attend to keys beyond the window, through their counts and means
     through: bool = True  # let gradients flow from block to block
-    documents: bool = False  # hide other documents
+    documents: bool = False  # do not attend to other documents
     rounding: str = "float32"  # dtype that counts and means are rounded to after each block
     collect: bool = True  # update counts and means, whether they are read or not
 
@@ -37,8 +37,8 @@ class VQSpec(NamedTuple):
 class HeadInputs(NamedTuple):
     """The projections of a unit that its attention needs."""
 
-    queries: Float[Array, "B N Q T H"]  # with the content bias: multiplied with keys
-    distant: Float[Array, "B N Q T H"]  # with the distance bias: multiplied with the table of distances
+    queries: Float[Array, "B N Q T H"]  # with the content bias: multiplied by keys
+    distant: Float[Array, "B N Q T H"]  # with the distance bias: multiplied by the table of distances
     keys: Float[Array, "B N T H"]  # quantised keys; with full attention, the keys themselves
     values: Float[Array, "B N T U"]
     table: Float[Array, "N Q E H"]  # embeddings of the distances W, W - 1, … 0

@@ -16,7 +16,7 @@ from flaxen.nn.vq_plan import NEVER, HeadInputs, VQSpec
 
 
 class Ring(NamedTuple):
-    """The decoding cache of one attention: the last E = W + 1 tokens, and counts and means of all older ones.
+    """The decoding cache of one attention unit: the last E = W + 1 tokens, and counts and means of all older ones.
 
     Token t is written to slot t % E, which held the token that has just left the window. Only the code of a key is
     stored: the score of a quantised key is that of its code. With full attention nothing is overwritten: there is a
@@ -99,7 +99,7 @@ class TokenStep:
         near = jnp.where(self._visible(), near, NEVER)
         if not self.spec.aggregate:
             return near
-        # Log-count bias: n keys with the same code have the same score s, and weigh n · exp(s) = exp(s + log n).
+        # Log-count bias: n keys with the same code have the same score s; their total weight is exp(s + log n).
         far = by_code + jnp.where(ring.counts > 0, jnp.log(jnp.maximum(ring.counts, 1.0)), NEVER)[:, :, None]
         if self.spec.documents:
             far = jnp.where((self.latest == self.own)[:, None, None, None], far, NEVER)

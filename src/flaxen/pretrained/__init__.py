@@ -1,6 +1,6 @@
 """The Python API: load a model with its tokenizer, generate, embed, compute logits, save.
 
-model.py      Pretrained: a model with its tokenizer, and all that can be done with it
+model.py      Pretrained: a model with its tokenizer, and the methods to use it
 loading.py    load, create; reading and writing checkpoint directories
 prompts.py    texts and images to model inputs
 embedding.py  text embeddings from encoder hidden states

@@ -10,7 +10,7 @@ from flaxen.tree import leaves, map_leaves
 def compose(encoder: Pretrained, decoder: Pretrained, seed: int = 0) -> Pretrained:
     """Combine a ViT and a GPT-2 into a captioner.
 
-    Weights that neither has are initialised randomly: the cross-attention, and a projection if the widths differ.
+    Weights that neither model has are initialised randomly: the cross-attention, and a projection if the widths differ.
     """
     config = families.joined(encoder.config, decoder.config)
     halves = (("encoder", encoder.model), ("decoder", decoder.model))

@@ -27,8 +27,8 @@ UNLIMITED = 10**9  # tokenizers without a length limit have model_max_length = 1
 class Embedder:
     """Embeds texts with a model's encoder.
 
-    Options that are None come from the checkpoint's sentence-transformers modules. Without those they are mean pooling,
-    no normalisation, and the tokenizer's length limit.
+    Options that are None come from the checkpoint's sentence-transformers modules. Without those, the defaults are mean
+    pooling, no normalisation, and the tokenizer's length limit.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Embedder:
             static = (self.pooling, tuple(layer.activation for layer in self.dense), bool(self.normalise))
             output = np.asarray(_embed(self._pretrained.family.encode, static, self._pretrained.model, dense, *arrays))
             for row, index in enumerate(rows):
-                if index >= 0:  # -1 marks rows that only fill up the batch
+                if index >= 0:  # -1 marks rows that only pad the batch
                     embeddings[index] = output[row, : len(ids[index])] if self.pooling == "none" else output[row]
         return embeddings
 

@@ -27,7 +27,7 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclass(frozen=True)
 class Stored:
-    """An opened checkpoint directory: everything but the weights, which are read on demand."""
+    """An open checkpoint directory: everything but the weights, which are read on demand."""
 
     directory: Path
     family: Family

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def remember(pretrained: "Pretrained", prompt: Any, memory: Memory | None = None) -> Memory:
-    """Read a text into a new memory, or after an existing one. The size of a memory does not depend on the text."""
+    """Read a text into a new memory, or append it to an existing one. The size of a memory is constant."""
     reader = pretrained.family.reader
     if reader is None or pretrained.config.attention != "vq":
         raise InputError("a memory requires a Transformer-VQ with attention=vq")
@@ -23,7 +23,7 @@ def remember(pretrained: "Pretrained", prompt: Any, memory: Memory | None = None
         return Memory(reader(pretrained.model, ids[:-1]), tuple(ids[-1:]), pretrained.digest)
     if memory.model != pretrained.digest:
         raise InputError("the memory was created by a model with other weights; read the text again with this model")
-    # The last token of the memory has not been read yet: it comes before the prompt.
+    # The last token of the memory has not been read yet: it is prepended to the prompt.
     ids = [*memory.unread, *(pretrained.prompts.continuation(prompt) if len(prompt) else [])]
     return Memory(reader(pretrained.model, ids[:-1], memory.state), tuple(ids[-1:]), pretrained.digest)
 

@@ -46,7 +46,7 @@ class Generated:
 class Pretrained:
     """A model with its tokenizer, image processor and generation defaults.
 
-    Made by `flaxen.load` and `flaxen.create`:
+    Created by `flaxen.load` and `flaxen.create`:
 
         model = flaxen.load("google/flan-t5-small")
         outputs = model.generate(["translate English to German: Good morning."], num_beams=4, max_new_tokens=32)
@@ -114,8 +114,8 @@ class Pretrained:
         Args:
             prompts: texts or lists of token ids; for a captioner images, as paths, PIL images or pixel arrays.
             batch_size: number of prompts to decode in parallel. It does not affect the outputs.
-            memory: state of a Transformer-VQ, from `remember`; the output continues it and a single prompt, which may
-                be empty.
+            memory: state of a Transformer-VQ, from `remember`; the output continues it, followed by a single
+                prompt, which may be empty.
             first: index of the first prompt, if `prompts` is a slice of a longer list; sampling depends on the index.
             **options: fields of `flaxen.Options`, such as `max_new_tokens`, `num_beams` or `do_sample`. They override
                 the checkpoint's generation_config.json.
@@ -197,7 +197,7 @@ class Pretrained:
         return memories.remember(self, prompt, memory)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Convert prompts to lists of token ids; raise an error if there is nothing to generate from."""
+        """Convert prompts to lists of token ids; raise an error if one is empty and the model needs a prompt."""
         return self.prompts.encode(prompts)
 
     def pixels(self, images: Any) -> np.ndarray:
@@ -231,7 +231,7 @@ class Pretrained:
 
     @classmethod
     def over_bytes(cls, model: Any) -> "Pretrained":
-        """Wrap a model with a byte tokenizer, if its vocabulary has the size of one."""
+        """Wrap a model, with a byte tokenizer if its vocabulary has the size of that tokenizer."""
         tokenizer = ByteTokenizer.plain()
         return cls(model, tokenizer if model.config.vocab_size == tokenizer.size else None)
 

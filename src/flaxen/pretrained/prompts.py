@@ -34,7 +34,7 @@ class PromptReader:
         if rule.reads == "image":
             images = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
             for rows in groups(range(len(images)), batch_size):
-                # Rows of -1 fill up the batch: any image will do.
+                # Rows of -1 pad the batch: any image will do.
                 yield rows, self.pixels([images[max(row, 0)] for row in rows])
             return
         encoded = self.encode(prompts)
@@ -49,7 +49,7 @@ class PromptReader:
             yield rows, (*inputs, None) if rule.carries else inputs
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Convert prompts to token ids; raise an error if one has nothing to generate from."""
+        """Convert prompts to token ids; raise an error if one is empty and the model needs a prompt."""
         return [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(self.as_list(prompts))]
 
     def as_list(self, prompts: Prompts) -> list[Any]:
@@ -81,7 +81,7 @@ class PromptReader:
         return self.tokenizer.encode(prompt, eos=eos, specials=self.family.prompting.specials)
 
     def continuation(self, prompt: Any, what: str = "prompt") -> list[int]:
-        """Convert a prompt that the output continues to ids, without an end token."""
+        """Convert to ids, without an end token, a prompt that the output continues."""
         return self.ids(prompt, what, eos=False)
 
     def pixels(self, images: Any) -> np.ndarray:

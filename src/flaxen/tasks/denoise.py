@@ -123,7 +123,7 @@ class Denoise(Task):
         return f"{n:,} examples, {n * self.lengths.targets:,} target tokens"
 
     def _decode_spans(self, ids: np.ndarray) -> str:
-        """Decode with the sentinels shown as ‹0›, ‹1›, …: ByT5's, for example, are bytes that occur in no text."""
+        """Decode with the sentinels shown as ‹0›, ‹1›, …: ByT5's, for example, are bytes that never occur in text."""
         text, number, sentinels = "", 0, self.tokenizer.sentinels
         piece: list[int] = []
         for id in ids.tolist():

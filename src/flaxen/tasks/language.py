@@ -59,13 +59,13 @@ class LanguageModel(Protocol):
         """Facts about the model to print before a run."""
 
     def flops(self, config: Any, length: int) -> float:
-        """Floating-point operations of the matmuls in the forward pass of one sequence."""
+        """Floating-point operations of the matmuls in the forward pass for one sequence."""
 
     def has_codebooks(self, config: Any) -> bool:
         """Whether the model has codebooks, so that their settings have an effect."""
 
     def initial_carry(self, config: Any, rows: int) -> Any:
-        """Return the initial carry: the memory passed from chunk to chunk of a sequence, rows first; or None."""
+        """Return the initial carry: the memory passed from chunk to chunk, with rows on the first axis; or None."""
 
     def language_loss(
         self,
@@ -79,7 +79,8 @@ class LanguageModel(Protocol):
     ) -> tuple[Sums, Any]:
         """Return the loss sums over non-negative labels, and the carry for the next chunk.
 
-        Rows that are `fresh` start with empty memory. With a `key` there is noise, and the sums are those to train on.
+        Rows that are `fresh` start with empty memory. If `key` is given, there is noise such as dropout, and the sums
+        are those of the training loss.
         """
 
     def prepare(self, model: Any, inputs: Int[Array, "B T"], key: Array, objective: LanguageObjective) -> Any:
@@ -162,7 +163,7 @@ class Language(Task):
         return self._chunk(self.train, sequences * self.objective.length, chunk)
 
     def _chunk(self, stream: Stream, starts: np.ndarray, chunk: int, fresh: bool | None = None) -> Batch:
-        """Return one chunk of the sequences at these starts. By default, only the first chunk has empty memory."""
+        """Return one chunk of the sequences at these starts. By default only the first one starts with empty memory."""
         c, length = self.config, self.objective.chunk
         at = starts + chunk * length
         fresh = chunk == 0 if fresh is None else fresh
@@ -173,7 +174,7 @@ class Language(Task):
         return {"inputs": inputs, "labels": labels, "fresh": ~inner}
 
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Iterate over the sequences in order, each with empty memory at first.
+        """Iterate over the sequences in order, each starting with empty memory.
 
         With `objective.continued`, each row of the batch reads its own contiguous part of the data as one text.
         """
@@ -215,7 +216,7 @@ class Language(Task):
 
     @cached_property
     def measure(self) -> TextSize:
-        """Size of the evaluated text in tokens, words and bytes; of the training text if there is no other."""
+        """Size of the validation text in tokens, words and bytes; if there is none, of the training text."""
         return (self.held if len(self.held) else self.train).measured()
 
     @property

@@ -56,7 +56,7 @@ class Seq2SeqObjective:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of an output."""
+        """Maximum number of tokens in an output."""
         return self.target_length
 
 
@@ -154,5 +154,5 @@ class CaptionObjective:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of an output."""
+        """Maximum number of tokens in an output."""
         return self.length

@@ -63,7 +63,7 @@ class Seq2Seq(Task):
         self.generation_metrics: tuple[str, ...] = text.NAMES if generation.examples and len(validation) else ()
 
         self._options = generation.options(self.limits.target)
-        # Read now, so that errors in the data appear at once and not at the first evaluation.
+        # Read now, so that errors in the data appear immediately and not at the first evaluation.
         self._references = self._read_pairs(generation.examples) if self.generation_metrics else []
 
     @classmethod
@@ -75,7 +75,7 @@ class Seq2Seq(Task):
         return cls(setup.family, setup.config, *options, train, validation, seed)
 
     def _clip_lengths(self, part: PairTokens, name: str) -> np.ndarray:
-        """Return the lengths [pairs, 2] of sources and targets, clipped to the limits; or refuse longer pairs."""
+        """Return source and target lengths [pairs, 2], clipped to the limits; or raise an error for longer pairs."""
         over = part.lengths > np.array(self.limits)
         if over.any() and self.objective.long == "error":
             number = int(np.flatnonzero(over.any(axis=1))[0])

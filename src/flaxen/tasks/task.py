@@ -1,4 +1,4 @@
-"""The interface of a task for the trainer and the commands: batches, loss, metrics, and notes about its data."""
+"""The interface between a task and the trainer or commands: batches, loss, metrics, and notes about its data."""
 
 import math
 import sys
@@ -40,14 +40,14 @@ class Setup:
 
 
 class Task(ABC):
-    """Combine data and a loss. Batches are pure functions of (seed, step, row), so any step can be repeated."""
+    """Data combined with a loss. Batches are pure functions of (seed, step, row), so any step can be repeated."""
 
     examples: int  # number of training examples: one epoch
     validation_examples: int
     tokens: int  # mean input and output tokens per example, to display the speed
-    flops: float  # of the matmuls when training on one example
+    flops: float  # floating-point operations of the matmuls when training on one example
     generation_metrics: tuple[str, ...] = ()  # names of the metrics of `generate_and_score_sample`
-    config: Any  # of the model, adapted to the data
+    config: Any  # configuration of the model, adapted to the data
     tokenizer: Tokenizer
 
     @classmethod
@@ -62,7 +62,7 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:
-        """Return the training batch of a step with `size` examples, or only these `rows` of it."""
+        """Return the training batch of `size` examples for a step, or only these `rows` of it."""
 
     @abstractmethod
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -80,7 +80,7 @@ class Task(ABC):
         return None
 
     def divisor(self, batch: dict[str, Array]) -> int | None:
-        """Return the divisor of a training batch's summed loss, or None for the number of its labels."""
+        """Return the divisor of a training batch's summed loss, or None to divide by the number of labels."""
         return None
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -95,7 +95,7 @@ class Task(ABC):
         return {}
 
     def generate_and_score_sample(self, model: Any, path: Path, skipped: set[str] | None = None) -> dict[str, float]:
-        """Generate for the first validation examples, save the outputs to `path`, return `generation_metrics`.
+        """Generate outputs for the first validation examples, save them to `path`, and return `generation_metrics`.
 
         Examples that cannot be read are reported once and added to `skipped`.
         """
@@ -150,12 +150,12 @@ class Task(ABC):
         sheet: Path | None = None,
         skipped: set[str] | None = None,
     ) -> dict[str, float]:
-        """Generate for the first `limit` validation examples and return metrics. Outputs go to `path` and `sheet`."""
+        """Generate outputs for the first `limit` validation examples, save to `path` and `sheet`, return metrics."""
         return {}
 
 
 def report_skipped(problems: Sequence[str], known: set[str]) -> None:
-    """Print each problem to standard error, once: those in `known` are skipped, and new ones added."""
+    """Print each problem to standard error once: those in `known` are not repeated, and new ones are added to it."""
     for problem in problems:
         if problem not in known:
             known.add(problem)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: compute the gradient of a batch piece by piece, in the memory of one piece."""
+"""Gradient accumulation: compute the gradient of a batch piece by piece, using the memory of one piece."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from flaxen.tree import first_match, map_leaves
 M = TypeVar("M")
 
 
-# Gradients that stay sums instead of being divided by the number of labels: the codebooks' statistics.
+# Gradients that remain sums instead of being divided by the number of labels: the codebooks' statistics.
 SUMMED = (("*codebook.*", True), ("*", False))
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class NewestAndBest(policy.PreservationPolicy):
     """Keep the newest checkpoints and the best one.
 
-    The training loop decides which one is best, because orbax forgets metrics between processes.
+    The training loop decides which one is best, because orbax does not keep metrics between processes.
     """
 
     def __init__(self, newest: int):
@@ -32,7 +32,7 @@ class NewestAndBest(policy.PreservationPolicy):
 
 
 class Checkpoints:
-    """The numbered checkpoints in a directory. Each stores the training state and, as JSON, the loop's own memory."""
+    """The numbered checkpoints in a directory. Each stores the training state and, as JSON, the state of the loop."""
 
     def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
         self._kept = NewestAndBest(keep)
@@ -60,7 +60,7 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def restore(self, step: int, like: T) -> tuple[T, dict[str, Any]]:
-        """Load the state and the loop's memory at a step. `like` is an abstract or concrete state of the same model."""
+        """Load the training state and loop state of a step. `like` is an abstract or concrete one of the same model."""
         abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves(like).items()}
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore())
         try:
@@ -68,7 +68,7 @@ class Checkpoints:
             restored = self._manager.restore(step, args=items)
         except InputError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:  # each damaged file type raises another error
+        except (OSError, ValueError, KeyError, TypeError) as error:  # each kind of damage raises a different error
             earlier = ", ".join(str(saved) for saved in self.steps if saved < step)
             remedy = (
                 f"Delete it to resume from an earlier one ({earlier})" if earlier else "There is no earlier checkpoint"
@@ -79,7 +79,7 @@ class Checkpoints:
         return map_leaves(lambda path, _: restored["state"][path], like), restored["memory"]
 
     def _check(self, step: int, like: Any) -> None:
-        """Raise an InputError that lists the differing arrays if the checkpoint is of another model or optimizer."""
+        """Raise an InputError that lists differing arrays if the checkpoint belongs to another model or optimizer."""
         stored = self._manager.item_metadata(step)["state"]
         saved = {path: tuple(leaf.shape) for path, leaf in stored.items()}
         expected = {path: tuple(leaf.shape) for path, leaf in leaves(like).items()}
@@ -123,7 +123,7 @@ class Checkpoints:
 def _remove_incomplete(directory: Path) -> None:
     """Delete what an interrupted save left behind.
 
-    Background writes still in progress may recreate the files, so repeat until they have stayed away for 0.5 seconds.
+    Background writes still in progress may recreate the files, so repeat until none has reappeared for 0.5 seconds.
     """
     clean_checks = 0
     for _ in range(100):

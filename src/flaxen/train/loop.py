@@ -130,7 +130,8 @@ def _restore_or_start(
     else:
         state, memory = stepper.start(initial()), LoopState()
     memory.compare_by(stepper.training.keep_best)
-    # Commit the state to an explicit device, restored or not; otherwise a resumed run would compile another program.
+    # Commit the state to an explicit device, restored or not; otherwise a resumed run would compile a different
+    # program.
     return jax.device_put(state, jax.devices()[0]), memory
 
 
@@ -195,7 +196,7 @@ def evaluate(
 
 
 class LoopState:
-    """The loop's own memory between steps (running sums, best metric), saved in each checkpoint."""
+    """The loop's own state between steps (running sums, best metric), saved in each checkpoint."""
 
     def __init__(
         self,
@@ -230,7 +231,7 @@ class LoopState:
         return values
 
     def compare_by(self, metric: str | None) -> None:
-        """Set the metric that decides which checkpoint is best; forget the best one by another metric."""
+        """Set the metric that decides which checkpoint is best; if it changes, discard the best one so far."""
         if metric != self.best_metric:
             self.best_metric, self.best_step, self.best_value = metric, None, None
 
@@ -267,7 +268,7 @@ class Throughput:
     def stop(self, step: int) -> None:
         took = time.monotonic() - self._clock
         self.total += took
-        if step > self._steps:  # not if only the compiling first step has run
+        if step > self._steps:  # unless only the first step, which compiles, has run
             self._rate = (step - self._steps) / took
 
     def values(self) -> dict[str, float]:

@@ -43,7 +43,8 @@ def targets(model: Any, lora: LoRA) -> dict[str, Linear]:
                 f"available: {', '.join(layers)}"
             )
     globs = lora.targets or DEFAULT
-    # Linear layers outside the layer stack (patches, a pooler, a captioner's bridge) have one matrix and no layer axis.
+    # Linear layers outside the layer stack (patches, a pooler, a captioner's projection `bridge`) have one matrix and
+    # no layer axis.
     return {path: node for path, node in layers.items() if any(fnmatchcase(path, glob) for glob in globs)}
 
 
@@ -105,7 +106,7 @@ def merge(model: M, adapter: Adapter, scale: float) -> M:
         factors = adapter[path]
         down = factors["down"].reshape(*stack, math.prod(inputs), -1)
         up = factors["up"].reshape(*stack, -1, math.prod(outputs))
-        product = jnp.matmul(down, up, precision="highest")  # computed only once, so accuracy comes first
+        product = jnp.matmul(down, up, precision="highest")  # computed only once, so accuracy matters more than speed
         updates[f"{path}.weight"] = (scale * product).reshape(*stack, *inputs, *outputs)
 
     def add(path: Any, leaf: Array) -> Array:

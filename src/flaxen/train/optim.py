@@ -14,12 +14,12 @@ from flaxen.errors import InputError, did_you_mean
 from flaxen.train.settings import Optimizer, Schedule
 from flaxen.tree import first_match, leaves, map_leaves
 
-# Which weights get weight decay; the first matching pattern counts, here and below.
+# Which weights get weight decay; the first matching pattern applies, here and below.
 DECAYED = (
     ("*norm.weight", False), ("*bias.weight", False), ("*.bias", False), ("bias", False), ("*.content", False),
     ("*.distance", False), ("*", True),
 )  # fmt: skip
-CODEBOOKS = (("*codebook.*", True), ("*", False))  # running means, not updated by gradients
+CODEBOOKS = (("*codebook.*", True), ("*", False))  # moving averages, not updated by gradients
 STACKED = (("*layers.*", True), ("*", False))  # weights whose first axis is the layer
 # Number of input axes of a weight, or of the `down` factor of an adapter: [heads, head size] for attention outputs,
 # [channels, height, width] for patches, one axis elsewhere. `per_matrix` always leaves at least one output axis,
@@ -47,7 +47,7 @@ def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Arra
         return _original_rate(schedule, peak, warmup, steps - warmup)
 
     def progress(t: Array, first: int | float) -> Array:
-        """Fraction of the decay that is completed at step t, which counts from 1; below 1 at the last step."""
+        """Fraction of the decay that is completed at step t, counted from 1; below 1 at the last step."""
         return jnp.clip((t - first) / (steps + 1 - first), 0.0, 1.0)
 
     laws: dict[str, Callable[[Array], Array]] = {
@@ -88,7 +88,8 @@ def _original_rate(schedule: Schedule, peak: float, warmup: int, n: int) -> Call
 def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> optax.GradientTransformation:
     """Chain gradient clipping, the update rule, decoupled weight decay (rate · weight_decay · w) and the learning rate.
 
-    Frozen weights and codebooks are excluded from the chain: the former stay, the latter are running means.
+    Frozen weights and codebooks are excluded from the chain: the former do not change, the latter are exponential
+    moving averages.
     """
     chain = [] if optimizer.clip == 0 else [optax.clip_by_global_norm(optimizer.clip)]
     chain += _direction(optimizer)
@@ -121,12 +122,12 @@ def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> opta
 
 
 def norm(gradient: Any) -> Array:
-    """Global norm of the gradient, without codebooks: theirs holds statistics, not a gradient."""
+    """Global norm of the gradient, excluding codebooks, whose "gradients" are statistics."""
     return optax.tree.norm([leaf for path, leaf in leaves(gradient).items() if not first_match(CODEBOOKS, path)])
 
 
 def running_means(decay: float, restart: float) -> optax.GradientTransformation:
-    """Update codebooks as running means: sums and counts become decay · old + (1 - decay) · new.
+    """Update codebooks as exponential moving averages: sums and counts become decay · old + (1 - decay) · new.
 
     The model's "gradient" of a codebook is minus its new statistics. A dead code, whose count has fallen below
     `restart`, takes over half of the sum and count of one of the most frequent codes, with a little noise.
@@ -149,7 +150,7 @@ def running_means(decay: float, restart: float) -> optax.GradientTransformation:
 
 
 def _restart_dead_codes(sums: Array, counts: Array, threshold: float, key: Array) -> tuple[Array, Array]:
-    """Pair the n-th dead code with the n-th most frequent one and split the latter's statistics between both.
+    """Pair the n-th dead code with the n-th most frequent one and split the latter's statistics between the two.
 
     Codes are on the last axis of `counts` [..., M] and the last but one of `sums` [..., M, H].
     """
@@ -204,10 +205,10 @@ def _direction(optimizer: Optimizer) -> list[optax.GradientTransformation]:
 
 
 def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Apply `transform` to each weight as the matrices that a checkpoint has: one per layer, inputs × outputs.
+    """Apply `transform` to each weight reshaped to the matrices of a checkpoint: one per layer, inputs × outputs.
 
     Our arrays stack all layers and have separate axes for heads. Adafactor and Muon, which use rows, columns and norms
-    of a weight, would give other results on these shapes.
+    of a weight, would give different results on these shapes.
     """
 
     def view(path: str, leaf: Array) -> Array:

@@ -99,7 +99,7 @@ class Run(RunFiles):
         self._lock_file.close()
 
     def forget_after(self, step: int) -> None:
-        """Delete metrics of steps after the checkpoint, which will be repeated, and a last line cut off by a kill."""
+        """Delete metrics of steps after the checkpoint, which will be repeated, and a last line that is incomplete."""
         if not self.metrics.exists():
             return
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -121,7 +121,7 @@ def check(directory: Path, config: dict[str, Any], complete: Complete = dict) ->
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; --out must be a directory")
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    # Without config.toml, accept only what a process killed at the very start leaves: checkpoints without their
+    # Without config.toml, accept only what a process killed at the very start leaves behind: checkpoints without their
     # settings could belong to any run.
     allowed = CONTENTS if "config.toml" in names else BEGUN
     unexpected = [name for name in names if not any(fnmatchcase(name, glob) for glob in allowed)]
@@ -139,7 +139,7 @@ def check(directory: Path, config: dict[str, Any], complete: Complete = dict) ->
 def check_fingerprint(directory: Path, fingerprint: dict[str, Any]) -> None:
     """Raise an InputError if the model or the data differ from those the run was started with.
 
-    `fingerprint` has the sizes of the model and the digests of the data.
+    `fingerprint` contains the sizes of the model and the digests of the data.
     """
     before = flat(json.loads(RunFiles(directory).fingerprint.read_text(encoding="utf-8"))["resolved"])
     now = flat(json.loads(json.dumps(fingerprint)))
@@ -150,7 +150,7 @@ def check_fingerprint(directory: Path, fingerprint: dict[str, Any]) -> None:
 
 
 def _refuse_changes(directory: Path, pairs: dict[str, tuple[Any, Any]]) -> None:
-    """Raise an InputError that lists all values that differ; `pairs` has (old, new) by name."""
+    """Raise an InputError that lists all values that differ; `pairs` maps names to (old, new)."""
     changed = [
         f"  {name}: was {_format_value(old)}, is {_format_value(new)}"
         for name, (old, new) in pairs.items()

@@ -1,4 +1,4 @@
-"""Training settings: frozen dataclasses that serve as command-line flags, recipe files and config.toml of a run."""
+"""Training settings: frozen dataclasses that define the command-line flags, recipe files and a run's config.toml."""
 
 import dataclasses
 import math

@@ -38,7 +38,7 @@ def trackers(tracking: Tracking, directory: Path, config: dict[str, Any]) -> lis
         options = {"id": name, "resume": "allow", "dir": str(directory.parent)}
         started.append(Service("wandb", tracking.wandb, name, config, options))
     if tracking.trackio is not None:
-        # "allow" rather than "must", also for a resumed run: it may have started without this tracker.
+        # "allow" rather than "must", even for a resumed run: it may have started without this tracker.
         started.append(Service("trackio", tracking.trackio, name, config, {"resume": "allow"}))
     return started
 
