@@ -1,4 +1,4 @@
-"""flaxen bench language: training speed, peak memory and decoding time against sequence length.
+"""flaxen bench language: measure training speed, peak memory and decoding time at several sequence lengths.
 
 Each measurement runs in its own process, `python -m flaxen.cli.bench JSON`, because peak memory is per process.
 """
@@ -26,7 +26,7 @@ FORMS = {"vq": ("form=scan",), "vq-parallel": ("form=parallel",), "full": ("atte
 
 @dataclass(frozen=True)
 class BenchLanguage:
-    """Measure how speed and memory of VQ and full attention scale with sequence length, on an otherwise idle machine.
+    """Measure how the speed and memory of VQ and full attention scale with sequence length. Run it on an idle machine.
 
     Example: flaxen bench language --preset vq-tiny --lengths 1024 4096 --out bench.png
     """
@@ -60,7 +60,7 @@ class BenchLanguage:
             for name in self.models:
                 for kind in ("train", "decode"):
                     if (name == "full" and kind == "train" and length > self.longest_full) or (
-                        name == "vq-parallel" and kind == "decode"  # the same program as that of vq
+                        name == "vq-parallel" and kind == "decode"  # decodes with the same program as vq
                     ):
                         continue
                     records.append(self.measure(name, kind, length))
@@ -120,7 +120,7 @@ class BenchLanguage:
             raise InputError(f"--lengths {length} is not a multiple of --update {update}; change one of them")
 
     def _check_out(self) -> None:
-        """Create the output directory and an empty .json file, to find out now whether they can be written."""
+        """Create the output directory and an empty .json file, to fail early if they cannot be written."""
         if self.out.suffix.lower() == ".json":
             example = self.out.with_suffix(".png").name
             raise InputError(f"--out must name an image file such as {example}, got {self.out}")
@@ -155,7 +155,7 @@ def write_numbers(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _failure(code: int, stderr: str) -> str:
-    """Find why a process failed: its signal, or its exception (JAX may print several lines after that)."""
+    """Return why a process failed: the signal that ended it, or its exception. (JAX may print more lines after it.)"""
     lines = [line.rstrip() for line in stderr.splitlines() if line.strip()]
     if code == -signal.SIGKILL:
         return "killed by SIGKILL, probably out of memory"
@@ -221,7 +221,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timed(step: Any, repeats: int) -> dict[str, float]:
-    """Time `step`: the fastest of `repeats`, and as compile time the extra CPU time of the very first call."""
+    """Return the fastest of `repeats` calls of `step`, and the compile time: the extra CPU time of the first call."""
     import jax
 
     times = []

@@ -91,7 +91,7 @@ def build(settings: Settings) -> RunComponents:
     if settings.lora.rank:
         return _with_lora(settings, setup, task, abstract, weights, make, fingerprint)
     stepper = make()
-    frozen(settings.optimizer, abstract)  # report globs that match no weight before training starts
+    frozen(settings.optimizer, abstract)  # before training starts, report globs that match no weight
 
     def export(model: Any, directory: Path) -> None:
         setup.pretrained(model).save(directory)
@@ -170,7 +170,7 @@ def _nothing_else(files: RunFiles) -> None:
 
 
 def _draw_codebooks(files: RunFiles) -> None:
-    """Plot the usage of the codebooks to codebooks.png if matplotlib is installed."""
+    """Plot codebook usage to codebooks.png if matplotlib is installed."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -251,7 +251,7 @@ def _resize_images(
 
 
 def load_named_tokenizer(name: str, family: Family = families.T5) -> Tokenizer:
-    """Load a tokenizer from a directory or hub id; `bytes` is the byte tokenizer of the model family."""
+    """Load a tokenizer from a directory or hub id; `bytes` selects the byte tokenizer of the model family."""
     if name == "bytes":
         return family.bytes()
     tokenizer = load_tokenizer(files.locate(name))

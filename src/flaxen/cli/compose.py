@@ -1,4 +1,4 @@
-"""flaxen compose ENCODER DECODER DIR and flaxen merge MODEL ADAPTER DIR: make a checkpoint out of two."""
+"""flaxen compose ENCODER DECODER DIR and flaxen merge MODEL ADAPTER DIR: combine two checkpoints into one."""
 
 import sys
 from dataclasses import dataclass

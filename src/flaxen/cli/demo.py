@@ -1,4 +1,4 @@
-"""flaxen demo: pre-train a small T5 on the documentation inside Python, in a few minutes on a CPU."""
+"""flaxen demo: pre-train a small T5 on the documentation that ships with Python, in a few minutes on a CPU."""
 
 import ast
 import random
@@ -129,17 +129,17 @@ def _paragraphs() -> Iterator[str]:
 def _docstrings(path: Path) -> list[str]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # some files of the standard library are invalid on purpose
+    except (SyntaxError, ValueError):  # some standard-library files are deliberately not valid Python
         return []
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     return [doc for node in ast.walk(tree) if isinstance(node, kinds) and (doc := ast.get_docstring(node))]
 
 
 def _create_initial_model(vocabulary: Path) -> "Pretrained":
-    """Create a small T5 whose attention starts with useful patterns, so that a demo of 3 minutes has something to show.
+    """Create a small T5 whose attention starts with useful patterns, so that a 3-minute demo has something to show.
 
-    Each encoder head prefers one neighbour (-1, 1, -2 or 2 tokens away). In cross-attention queries and keys share
-    their projection, so that a sentinel in the decoder attends to the same sentinel in the encoder.
+    Each encoder head prefers one neighbour (-1, 1, -2 or 2 tokens away). In cross-attention, queries and keys start
+    from the same projection, so that a sentinel in the decoder attends to the same sentinel in the encoder.
     """
     import jax.numpy as jnp
 
@@ -152,7 +152,7 @@ def _create_initial_model(vocabulary: Path) -> "Pretrained":
     rows = -(-tokenizer.size // 128) * 128
     config = Config(vocab_size=rows, activation="gelu_new", gated=True, dropout=0.0, **SIZES)  # type: ignore[arg-type]
     model = create(config, seed=0).model
-    # Relative-position buckets of the distances -1, 1, -2 and 2: one for each head.
+    # Relative-position buckets for the distances -1, 1, -2 and 2: one per head.
     near = jnp.zeros((config.n_buckets, config.n_heads)).at[jnp.array([1, 17, 2, 18]), jnp.arange(4)].set(5.0)
     keys = leaves(model)["decoder.layers.cross.k.weight"]
     patterns = {"encoder.bias.weight": near, "decoder.layers.cross.q.weight": keys * config.d_head**-0.5}
@@ -175,7 +175,7 @@ def _print_curve(console: "Console", files: RunFiles) -> None:
 
 
 def _fill_blanks(console: "Console", model: "Pretrained", held_out: list[str], training: list[str]) -> None:
-    """Mask one word of each sentence, show what the model predicts, and count how often it is the original word."""
+    """Mask one word in each sentence, show what the model predicts, and count how often it is the original word."""
     from rich.table import Table
 
     draw = random.Random(1)

@@ -29,7 +29,7 @@ RELATIONS = {
     "right of": (1, 0),
     "above": (0, -1),
     "below": (0, 1),
-}  # direction of the large shape from the small one
+}  # where the large shape is, seen from the small one
 SIZE, N_IMAGES, HELD_OUT = 48, 6000, 120
 SPECIAL = ("<pad>", "</s>", "<unk>")
 
@@ -190,7 +190,7 @@ def _outline(shape: str, x: float, y: float, r: float) -> Iterator[list[tuple[fl
 
 
 def _write_vocabulary(directory: Path) -> None:
-    """Save a word-level tokenizer for the words of the captions."""
+    """Save a word-level tokenizer for the words in the captions."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from flaxen.hf.files import atomic_directory, write_json

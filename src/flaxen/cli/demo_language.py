@@ -48,7 +48,7 @@ class DemoLanguage:
         text = "\n".join(paragraphs).encode()
         corpus.write_bytes(text)
         cut = round(0.95 * len(text))
-        # Size of the held-out text given the rest: xz of everything minus xz of the training part.
+        # Compressed size of the held-out text given the training text: xz of both, minus xz of the training text.
         compressed = 8 * (len(lzma.compress(text)) - len(lzma.compress(text[:cut]))) / (len(text) - cut)
         console.print(
             f"{len(text):,} bytes in {corpus}; the last 5 % are held out. For comparison, xz compresses them to "

@@ -1,4 +1,4 @@
-"""flaxen embed MODEL --text … | --file …: embed texts with the encoder of a T5."""
+"""flaxen embed MODEL --text … | --file …: embed texts with a T5 encoder."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ Texts = Iterable[tuple[str | None, str]]
 
 @dataclass(frozen=True)
 class Embed:
-    """Embed texts with the encoder of a T5, one vector per text.
+    """Embed texts with a T5 encoder, one vector per text.
 
     Example: flaxen embed google/flan-t5-small --file texts.jsonl --column text --out embeddings.npy
     """
@@ -74,7 +74,7 @@ class Embed:
         from flaxen.pretrained.embedding import Embedder
 
         pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter, subfolder=self.subfolder)
-        normalise = self.normalise if "normalise" in given_flags else None  # None: the checkpoint decides
+        normalise = self.normalise if "normalise" in given_flags else None  # None: use the checkpoint's setting
         embedder = Embedder(pretrained, self.pooling, normalise, self.batch_size, self.length)
         started, done = time.monotonic(), 0
         if self.out is None:
@@ -91,14 +91,14 @@ class Embed:
         )
 
     def _to_file(self, out: Path, embedder: "Embedder", texts: Texts, n: int) -> int:
-        """Write the embeddings to a file, and return how many an interrupted command had written before."""
+        """Write the embeddings to a file; return how many an earlier, interrupted command had already written."""
         key = {
             "model": checkpoint_stamps(self.model, self.subfolder), "adapter": checkpoint_stamps(self.adapter),
             "texts": [*self.text, self.file], "column": self.column, "dtype": self.dtype, "batch": self.batch_size,
             "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
             "how": [embedder.pooling, embedder.normalise, embedder.length],
         }  # fmt: skip
-        # Resume at a window boundary: then the batches are those of an uninterrupted command, and so are the results.
+        # Resume at a window boundary, so that batches and results are the same as without the interruption.
         stride = self._stride
         is_array = out.suffix == ".npy"
         opened: Any = (
@@ -115,13 +115,13 @@ class Embed:
 
     @property
     def _stride(self) -> int:
-        """Texts per window."""
+        """Return the number of texts per window."""
         return 8 * self.batch_size
 
     def _windows(
         self, embedder: "Embedder", texts: Texts, n: int, done: int
     ) -> Iterator[tuple[int, tuple[str | None, ...], "list[numpy.ndarray]"]]:
-        """Yield (index of the first text, ids, embeddings) of a few batches at a time.
+        """Yield (index of the first text, ids, embeddings) for a few batches at a time.
 
         The embedder sorts the texts of a window by length, so that batches have little padding.
         """

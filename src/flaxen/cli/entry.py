@@ -5,7 +5,7 @@ import sys
 from flaxen.cli import process
 from flaxen.malloc import restart_with_tuned_malloc
 
-COMPUTING = {"train", "eval", "generate", "embed", "demo", "replay"}  # commands that spend their time in XLA
+COMPUTING = {"train", "eval", "generate", "embed", "demo", "replay"}  # commands that spend most of their time in XLA
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ class Generate:
             self._to_file(self.out, pretrained, prompts, n, options, memory)
 
     def _sample_images(self, given_flags: set[str]) -> None:
-        """Sample images into a directory of .png files, with all of them in grid.png."""
+        """Sample images and write them to a directory as .png files, plus grid.png, which shows all of them."""
         if self.text or self.image or self.file is not None or self.out is None or self.sample_images < 1:
             raise InputError("--sample-images requires a number of at least 1, a directory as --out, and no prompts")
         text_flags = ("memory", "save_memory", "json", "stream", "bad_words")
@@ -184,7 +184,7 @@ class Generate:
         options: dict,
         memory: "Memory | None",
     ) -> Iterator[list[str]]:
-        """Yield the output lines of a few batches at a time.
+        """Yield the output lines for a few batches at a time.
 
         `generate` sorts the prompts of a window by length, so that batches have little padding.
         """

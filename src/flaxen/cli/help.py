@@ -67,7 +67,7 @@ def page(command: str, kind: Any, description: str, default: Any = None) -> str:
 
 
 def index(title: str, sections: dict[str, dict[str, str]], closing: str) -> str:
-    """A page that lists commands by section, each with the first sentence of its description."""
+    """A page that lists commands by section, each with its description."""
     lines = [textwrap.fill(title, WIDTH), "", "Usage: flaxen COMMAND [OPTIONS]"]
     for section, commands in sections.items():
         lines += ["", f"{section}:"]
@@ -79,7 +79,7 @@ def index(title: str, sections: dict[str, dict[str, str]], closing: str) -> str:
 
 
 def _wrap_command(command: str) -> list[str]:
-    """A command line in several lines that a shell reads as one; flags keep their values."""
+    """Wrap a command line with backslashes; a flag and its values stay on one line."""
     lines = ["  "]
     for part in re.split(r" (?=--)", command):
         if len(lines[-1]) + len(part) + 3 > WIDTH:
@@ -114,12 +114,12 @@ def flags(kind: Any, default: Any = None, prefix: str = "", group: str = "") -> 
 
 @cache
 def field_docstrings(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, its bases included."""
+    """Return the docstring under each field of a dataclass, including fields of its bases."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         try:
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, TypeError):  # built in, or made by `make_dataclass`
+        except (OSError, TypeError):  # no source code: built in, or created by `make_dataclass`
             continue
         body = definition.body if isinstance(definition, ast.ClassDef) else []
         for field, text in pairwise(body):
@@ -156,7 +156,7 @@ def _add(group: Any, members: list[Flag]) -> None:
 
 
 def _help(flag: Flag) -> str:
-    """The text with its default in parentheses. 'Default: ….' at its end says what a default of None means."""
+    """The help text, with the default in parentheses. If that is None, 'Default: ….' in the text describes it."""
     text, _, described = flag.help.partition("Default: ")
     text = text.strip()
     if flag.default is dataclasses.MISSING:
@@ -187,7 +187,7 @@ def _dashed(name: str) -> str:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """argparse's layout, which breaks no flag names at their hyphens."""
+    """argparse's layout, but without line breaks at the hyphens of flag names."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(re.sub(r"\s+", " ", text), width, break_on_hyphens=False, break_long_words=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tyro
 
-HIDDEN = ("scan", "remat")  # how the model is computed, not what it is
+HIDDEN = ("scan", "remat")  # they affect how the model is computed, not its results
 
 
 @dataclass(frozen=True)

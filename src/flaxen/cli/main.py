@@ -47,7 +47,7 @@ class Command:
 
 
 def _commands() -> dict[str, Command]:
-    """Every command by its words. If one name begins with another, the longer one comes first."""
+    """Return all commands by name. If one name is a prefix of another, the longer one comes first."""
     commands = {"demo caption": Command(DemoCaption), "demo language": Command(DemoLanguage), "demo": Command(Demo)}
     commands["vocab"] = Command(Vocab)
     for name, row in TASKS.items():
@@ -95,9 +95,9 @@ def main() -> None:
 
 
 def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
-    """The command that the arguments name, with its flags. A recipe's settings become the defaults of the flags."""
+    """Parse the arguments into a command with its flags. A recipe's settings become the defaults of the flags."""
     if arguments[:1] == ["preview"] and not any(arguments[:2] == name.split() for name in COMMANDS):
-        arguments = ["preview", "denoise", *arguments[1:]]  # `flaxen preview` alone has always meant this task
+        arguments = ["preview", "denoise", *arguments[1:]]  # for backward compatibility
     for name, command in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:
@@ -112,7 +112,7 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
                 sys.exit(0)
             config = (tyro.conf.HelptextFromCommentsOff,)
             return tyro.cli(kind, args=flags, prog=f"flaxen {name}", config=config, **options), flags
-    if any(argument.startswith("--tyro-") for argument in arguments):  # the shell completes a command line
+    if any(argument.startswith("--tyro-") for argument in arguments):  # called by shell completion
         every: Any = Union[  # noqa: UP007
             tuple(
                 Annotated[one.kind[one.narrowed()] if one.settings else one.kind, tyro.conf.subcommand(name)]
@@ -145,7 +145,7 @@ def _list_commands(arguments: list[str]) -> NoReturn:
 
 
 def _value(arguments: list[str], flag: str) -> str | None:
-    """The value of a flag, given as `--flag value` or `--flag=value`."""
+    """Return the value of a flag, given as `--flag value` or `--flag=value`."""
     for argument, after in zip(arguments, [*arguments[1:], ""]):
         if argument == flag:
             return after
@@ -155,7 +155,7 @@ def _value(arguments: list[str], flag: str) -> str | None:
 
 
 def _given(arguments: list[str]) -> set[str]:
-    """The names of the flags on the command line. A flag that is not there takes the checkpoint's default, if any."""
+    """Return the names of the flags that were given. The others take the checkpoint's default, if it has one."""
     flags = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
     return {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
 

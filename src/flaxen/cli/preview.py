@@ -13,7 +13,7 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True)
 class Preview(Generic[S]):
-    """Show decoded training examples and their number.
+    """Show decoded training examples and how many there are.
 
     Example: flaxen preview denoise --model.preset byt5-small --data.train 'texts/*.txt'
     """

@@ -1,8 +1,8 @@
 """Process-wide settings of the `flaxen` command. Flaxen used as a library changes none of them.
 
 malloc   restart the process once with malloc tuned for XLA (flaxen.malloc.restart_with_tuned_malloc)
-cache    keep compiled programs on disk, in flaxen/xla of $XDG_CACHE_HOME or ~/.cache
-logs     silence the loggers `absl` and `asyncio`, with which orbax reports every file and repeats every error
+cache    keep compiled programs on disk, in $XDG_CACHE_HOME/flaxen/xla or ~/.cache/flaxen/xla
+logs     silence the loggers `absl` and `asyncio`, through which orbax reports every file and repeats every error
 images   ignore Pillow's warnings, which do not name the file; unreadable images are reported by Flaxen
 hook     hide the tracebacks of writes that are cancelled after another write failed; the first error is raised
 signals  on SIGTERM and SIGINT, finish and save the current step
@@ -23,7 +23,7 @@ from typing import Any
 
 
 def enabled(effect: str) -> bool:
-    """Whether an effect is not listed in FLAXEN_OFF."""
+    """Whether one of these settings is on, that is, not listed in FLAXEN_OFF."""
     return effect not in os.environ.get("FLAXEN_OFF", "").replace(" ", "").split(",")
 
 
@@ -44,7 +44,7 @@ def quiet_images() -> None:
 
 
 def quiet_checkpoints() -> None:
-    """Silence the log messages of reading and writing checkpoints; errors are still raised.
+    """Silence log messages about reading and writing checkpoints; errors are still raised.
 
     Call it after importing orbax, which sets up the loggers.
     """
@@ -56,7 +56,7 @@ def quiet_checkpoints() -> None:
 
 
 class _QuietHook:
-    """Hide the tracebacks that tensorstore prints for every write that ends after another one failed."""
+    """Hide the tracebacks that tensorstore prints for each write that is cancelled after another one failed."""
 
     def __init__(self, show: Any):
         self._show = show

@@ -1,4 +1,4 @@
-"""Read prompts from a file, and write outputs to a file that survives an interruption."""
+"""Read prompts from a file, and write outputs so that an interrupted command can continue."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ def read_prompts(texts: tuple[str, ...], file: str | None, column: str) -> tuple
 
 
 def check_prompt(prompt: str | None, where: str) -> str:
-    """Return the prompt, or raise if it is blank: a blank line is more often a mistake than intended."""
+    """Return the prompt, or raise if it is blank: a blank line is usually a mistake."""
     if not prompt or prompt.isspace():
         raise InputError(f"{where}: the prompt is empty; remove it (--text '' generates without a prompt)")
     return prompt
@@ -109,7 +109,7 @@ def progress(what: str, n: int, done: int, shown: bool) -> Iterator[Callable[[in
 
 
 def checkpoint_stamps(name: str | None, subfolder: str | None = None) -> list[list[Any]] | None:
-    """Stamps that change whenever a file of the checkpoint or of its tokenizer does."""
+    """Return path, size and modification time of the files of a checkpoint and its tokenizer, to detect changes."""
     from flaxen.hf import files
 
     if name is None:
@@ -196,7 +196,7 @@ class ResumableArray:
 
 
 def _partial(path: Path, key: dict[str, Any]) -> Path:
-    """Return the temporary name of an incomplete file with these settings."""
+    """Return the temporary name of an incomplete file with this key."""
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=6).hexdigest()
     return path.with_name(f".{path.name}.{digest}.partial")
 
@@ -204,5 +204,5 @@ def _partial(path: Path, key: dict[str, Any]) -> Path:
 def _complete(partial: Path, path: Path) -> None:
     """Rename a complete file to its final name and delete leftovers."""
     partial.replace(path)
-    for other in path.parent.glob(f".{path.name}.*.partial"):  # incomplete files with other settings
+    for other in path.parent.glob(f".{path.name}.*.partial"):  # incomplete files with other keys
         other.unlink()

@@ -15,7 +15,7 @@ RENAMED = {
 
 
 def current_flags(arguments: list[str]) -> list[str]:
-    """The command line with today's names of its flags. Each old name is reported with the new spelling."""
+    """Return the command line with renamed flags under their current names, and report each renamed flag."""
     found = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
@@ -37,7 +37,7 @@ def _current_flag(flag: str) -> str:
 
 
 def current_settings(values: dict[str, Any], where: str, report: bool = False) -> dict[str, Any]:
-    """A table of settings from a TOML file with today's names."""
+    """Return a table of settings from a TOML file with renamed settings under their current names."""
     values = {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
     for old, new in RENAMED.items():
         *tables, name = old.split(".")

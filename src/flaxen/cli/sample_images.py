@@ -1,4 +1,4 @@
-"""Sample images from a Transformer-VQ trained on pixels and write them as .png files, with a grid of them all."""
+"""Sample images from a Transformer-VQ trained on pixels and write them as .png files, plus a grid of all of them."""
 
 import io
 import math

@@ -63,7 +63,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that training has for every task."""
+    """Training settings shared by all tasks."""
 
     model: ModelSettings
     out: Path
@@ -124,7 +124,7 @@ class LanguageSettings(Settings):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Settings that evaluation has for every task."""
+    """Evaluation settings shared by all tasks."""
 
     batch_size: int = 16
     """Number of examples per batch; the metrics do not depend on it."""
@@ -170,7 +170,7 @@ class Seq2SeqEvaluation(Evaluation):
 
     @property
     def generation(self) -> EvalGeneration:
-        """Generation settings of training, which evaluation replaces by `options`."""
+        """Default generation settings, which tasks expect; evaluation uses `options` instead."""
         return EvalGeneration()
 
 
@@ -193,7 +193,7 @@ class CaptionEvaluation(Evaluation):
 
     @property
     def generation(self) -> EvalGeneration:
-        """Generation settings of training, which evaluation replaces by `options`."""
+        """Default generation settings, which tasks expect; evaluation uses `options` instead."""
         return EvalGeneration()
 
 

@@ -49,7 +49,7 @@ class Train(Generic[S]):
         from flaxen.train.run import Run, RunFiles, check
 
         process.quiet_checkpoints()
-        check(settings.out, recorded, completed)  # before spending time on the data
+        check(settings.out, recorded, completed)  # fail before spending time on the data
         tracking.check(settings.tracking)
         components = build(settings)
         # Load the weights of a new run before creating its directory, so that an error leaves nothing behind. A
@@ -60,7 +60,7 @@ class Train(Generic[S]):
             process.stop_signals() as received,
         ):
             initial = components.initial if model is None else lambda: model
-            if model is not None and not self.quiet:  # a resumed run has printed them before
+            if model is not None and not self.quiet:  # a resumed run printed them when it was first started
                 print(*components.task.notes(settings.training.batch_size), sep="\n", file=sys.stderr)
             tracked = tracking.trackers(settings.tracking, settings.out, recorded)
             train(
@@ -75,6 +75,6 @@ def record(settings: Settings) -> dict[str, Any]:
 
 
 def completed(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Add defaults to recorded settings for those that did not exist when the run was started."""
+    """Add the defaults of settings that did not exist when the run was started to its recorded settings."""
     row, where = TASKS.get(recorded.get("task", "denoise")), "config.toml of the run"
     return record(from_dict(row.settings, current_settings(recorded, where), where)) if row else recorded

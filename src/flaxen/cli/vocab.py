@@ -18,7 +18,7 @@ from flaxen.data.tokenizers import Files, Tokenizer, load_tokenizer
 from flaxen.data.vocabulary import ModelType, train_bpe, train_sentencepiece
 from flaxen.errors import InputError
 
-SHOWN = 1_000_000  # characters of text on which the vocabulary is measured
+SHOWN = 1_000_000  # number of characters of text on which the vocabulary is measured
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Vocab:
         out = self.out.expanduser()
         _check_free(out)
         files, excerpt = self._train()
-        _check_free(out)  # again: training takes a while, and atomic_directory would replace a checkpoint
+        _check_free(out)  # check again: training takes a while, and atomic_directory would replace a checkpoint
         with atomic_directory(out) as directory:
             for name, content in files.items():
                 (directory / name).write_bytes(content)

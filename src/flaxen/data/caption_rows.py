@@ -132,7 +132,7 @@ class ImageColumn:
 
 
 def _unpack_image(cell: Any) -> tuple[Any, str | None]:
-    """Return the path, or a view of the bytes, in an Arrow cell, and the image's name."""
+    """Return the image in an Arrow cell, as a path or a view of its bytes, and its name."""
     value, name = cell, None
     if hasattr(cell, "keys"):  # a struct {bytes, path}, as the Image feature of `datasets` stores it
         value = cell["bytes"] if cell.is_valid else cell
@@ -166,7 +166,7 @@ def _read_coco(path: Path, invalid: Invalid) -> dict[str, Any] | None:
     if kind_of(path) != ".json" or not next(decoded(path, invalid, ignore_progress), "").lstrip().startswith("{"):
         return None
     first = next((line for line in lines(decoded(path, invalid, ignore_progress)) if line.strip()), "")
-    for text in (first, None):  # try one line first: in JSON lines, the first line parses and the rest is not read
+    for text in (first, None):  # try one line first: for JSON lines it parses, and the rest is not read
         try:
             coco = json.loads("".join(decoded(path, invalid, ignore_progress)) if text is None else text)
         except (ValueError, RecursionError):
@@ -228,7 +228,7 @@ def _resolve(folder: Path) -> str:
 
 
 def stamp(file: str) -> list[int]:
-    """Return size and modification time of an image file; raise if it is missing, empty or no regular file."""
+    """Return the size and modification time of an image file; raise if it is missing, empty or not a regular file."""
     try:
         status = os.stat(file)
     except OSError as error:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 Wrong = Literal["skip", "error"]
-FILE = -1  # row number of an image that is a file of its own
+FILE = -1  # row number of an image stored in a file of its own
 TAIL = 4096  # bytes at the end of an image that are hashed before two images are compared in full
 
 
@@ -176,7 +176,7 @@ class CaptionSet:
         return {**self.source.identity(), "digest": self.digest, "part": list(self.part or (0, len(self)))}
 
     def split(self, held: int) -> "tuple[CaptionSet, CaptionSet]":
-        """Split off the first `held` images: return the rest, which keeps the list of problems, and those."""
+        """Return (the remaining images, the first `held` images); the list of problems stays with the former."""
         return self._slice(held, len(self)), replace(self._slice(0, held), problems=[], repeated=0)
 
     def _slice(self, first: int, last: int) -> "CaptionSet":
@@ -198,7 +198,7 @@ def open_captions(data: Captions) -> tuple[CaptionSet, CaptionSet]:
     if validation:
         return train, read_captions(validation)
     count, percent = len(train), data.validation_percent
-    # At least one image on either side.
+    # Unless validation_percent is 0, hold out at least one image, but never all of them.
     return train.split(min(max(round(count * percent / 100), 1), count - 1) if percent else 0)
 
 
@@ -302,7 +302,7 @@ def pixels(
 ) -> "tuple[numpy.ndarray, list[tuple[int, str]]]":
     """Load images as float32 [B, 3, H, W], with `workers` threads (default: one per core).
 
-    Images that cannot be read are rows of zeros; they are returned as (row, reason).
+    Unreadable images become rows of zeros, and are also returned as a list of (row, reason).
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Find text files and read them as UTF-8 blocks or lines, decompressed and checked on the way."""
+"""Find text files and read them as UTF-8 blocks or lines, decompressing and validating them on the way."""
 
 import codecs
 import glob
@@ -54,13 +54,13 @@ def named(paths: tuple[Path, ...]) -> str:
 
 
 def stamps(paths: tuple[Path, ...]) -> list[list[Any]]:
-    """Return path, size and modification time of each file, to detect changes."""
+    """Return the path, size and modification time of each file, to detect changes."""
     stats = [(path.resolve(), stat_of(path)) for path in paths]
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
 def packed(path: Path) -> bool:
-    """Return whether a file is compressed with gzip, by its name."""
+    """Return whether a file is compressed with gzip, judging by its name."""
     return path.suffix.lower() == ".gz"
 
 
@@ -70,7 +70,7 @@ def kind_of(path: Path) -> str:
 
 
 def stat_of(path: Path) -> os.stat_result:
-    """Return os.stat of a file, with an InputError if that fails."""
+    """Return os.stat of a file; raise an InputError if that fails."""
     try:
         return path.stat()
     except OSError as error:

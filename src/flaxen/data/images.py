@@ -24,7 +24,7 @@ ORIENTATION = 0x0112  # EXIF tag
 
 
 class UnreadableImage(Exception):
-    """Says why an image cannot be read."""
+    """An image cannot be read; the message says why."""
 
 
 def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image.Image":
@@ -115,7 +115,7 @@ IDLE = {
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """The image preprocessing of a preprocessor_config.json, with the same results as transformers' Pillow backend.
+    """Image preprocessing defined by a preprocessor_config.json, with the same results as transformers' Pillow backend.
 
     The defaults are those of ViT.
     """
@@ -239,7 +239,7 @@ class ImageProcessor:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a preprocessor_config.json for transformers."""
-        # Before transformers 5.0, ViT's processor cannot crop; of the three, only CLIP's preserves the aspect ratio.
+        # Before transformers 5.0, ViT's processor cannot crop; DeiT's can. Only CLIP's preserves the aspect ratio.
         family = "CLIP" if self.shortest_edge else "DeiT" if self.crop else "ViT"
         fields: dict[str, Any] = {
             "image_processor_type": f"{family}ImageProcessor",
@@ -280,7 +280,7 @@ class ImageProcessor:
         pixels = np.asarray(image)
         if self.crop:
             pixels = _centre_crop(pixels, self.crop)
-        # A lookup table replaces the arithmetic: there are only 256 values per colour.
+        # A lookup table replaces the arithmetic: there are only 256 values per colour channel.
         return np.stack([self._lookup[colour][pixels[:, :, colour]] for colour in range(3)])
 
     def _target_size(self, height: int, width: int) -> tuple[int, int]:
@@ -297,7 +297,7 @@ class ImageProcessor:
 
     @cached_property
     def _lookup(self) -> "numpy.ndarray":
-        """Return the normalised value of each byte in each colour, [3, 256], rounded where transformers rounds."""
+        """Return the normalised value of each byte in each channel, [3, 256], rounded where transformers rounds."""
         import numpy as np
 
         values = np.arange(256, dtype=np.float64) * (1.0 if self.scale is None else self.scale)

@@ -16,7 +16,7 @@ def permute(index: Int64[np.ndarray, "R"], n: int, key: tuple[int, int]) -> Int6
         raise ValueError(f"expected indices from 0 to {n - 1}, got {index.min()} to {index.max()}")
     words = np.array([part % 2**64 for part in key], np.uint64)
     bits = max(2, (n - 1).bit_length())
-    # Halves of few bits mix slowly: with 7 examples, 8 rounds make some orders too frequent, 16 rounds do not.
+    # Halves with few bits mix slowly: with 7 examples, 8 rounds make some orders too frequent, 16 rounds do not.
     round_keys = np.random.Philox(key=words, counter=FAR).random_raw(8 if bits > 8 else 16)
 
     result = _feistel(index.astype(np.uint64), bits, round_keys)

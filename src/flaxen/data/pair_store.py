@@ -13,14 +13,14 @@ from flaxen.data.store import TokenStore, open_store
 from flaxen.data.tokenizers import Tokenizer
 from flaxen.errors import InputError
 
-# Batches among which pairs are sorted by length: enough for batches of similar lengths, few enough for a random order.
+# Number of batches to sort by length together: enough for batches of similar lengths, few enough for a random order.
 WINDOW = 32
-OPEN_ROWS = 512  # the most recent rows that packing tries to fill
+OPEN_ROWS = 512  # number of most recent rows that packing tries to fill
 MIXED = 0x5EED  # xored into the seed, to shuffle batches independently of pairs
 
 
 class PairLengths(NamedTuple):
-    """Number of tokens of a source and of a target, eos included."""
+    """Number of tokens in a source and in a target, eos included."""
 
     source: int
     target: int
@@ -77,7 +77,7 @@ def open_pairs(pairs: Pairs, tokenizer: Tokenizer, progress: bool = True) -> tup
 def shapes(lengths: Int64[np.ndarray, "P"], count: int) -> tuple[int, ...]:
     """Choose at most `count` lengths to pad to (buckets), each for an equal fraction of the data.
 
-    Few, because XLA compiles the step once per shape.
+    They should be few, because XLA compiles the step once per shape.
     """
     quantiles = np.quantile(lengths, np.arange(1, count + 1) / count, method="higher")
     return tuple(sorted({16 * -(-int(length) // 16) for length in quantiles}))  # rounded up to multiples of 16
@@ -89,7 +89,7 @@ def fitting(length: int, among: tuple[int, ...]) -> int:
 
 
 class Groups:
-    """Batches of pairs of similar lengths, in an order that depends only on (seed, step)."""
+    """Batches of pairs of similar length, in an order that depends only on (seed, step)."""
 
     def __init__(self, lengths: Int64[np.ndarray, "P 2"], seed: int):
         self.lengths, self.seed = lengths, seed
@@ -103,7 +103,7 @@ class Groups:
         return self._window(window, size)[mixed * size :][:size]
 
     def window(self, size: int) -> int:
-        """Return the batches per window: at most one epoch, or a pair could occur twice in a batch."""
+        """Return the number of batches per window: at most one epoch, since sorting puts repeated pairs together."""
         return min(WINDOW, max(1, len(self.lengths) // size))
 
     def _sort_window(self, window: int, size: int) -> Int64[np.ndarray, "R"]:

@@ -83,7 +83,7 @@ class PairSource:
         return self.table.size
 
     def identity(self) -> dict[str, Any]:
-        """Return what the texts depend on, as JSON; ids change no text."""
+        """Return what the texts depend on, as JSON: not the ids, which change no text."""
         settings = {"source": self.source, "target": self.target, "empty": self.empty, "invalid": self.invalid}
         return {"pairs": settings, **self.table.identity()}
 
@@ -93,7 +93,7 @@ class PairSource:
             yield from pair[1:]
 
     def pairs(self, on_progress: OnProgress = ignore_progress) -> Iterator[Pair]:
-        """Iterate over the pairs; memory is constant but for the ids, which are checked for duplicates."""
+        """Iterate over the pairs; memory use is constant except for the ids, which are checked for duplicates."""
         source, target = Template(self.source, "--data.source"), Template(self.target, "--data.target")
         name, number = Template(self.id or "id", "--data.id"), 0
         seen: dict[str, int] = {}

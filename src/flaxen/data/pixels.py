@@ -85,7 +85,7 @@ def _select_array(file: Any, path: Path) -> tuple[str, np.ndarray]:
     """Return the array `data`, as in ImageNet64's files, or the first array that may hold images."""
     rejected = []
     for name in ["data"] if "data" in file else file:
-        array = np.asarray(file[name])  # a member that is no array is read as bytes
+        array = np.asarray(file[name])  # a member that is not an array is read as bytes
         if name == "data" or (array.dtype == np.uint8 and array.ndim in (2, 4)):
             return name, array
         rejected.append(f"{name}, {array.dtype} of {array.shape}")

@@ -45,4 +45,4 @@ def prefetch(make: Callable[[S], T], items: Iterable[S], depth: int = 2) -> Gene
             yield result  # type: ignore[misc]
     finally:
         stop.set()
-        thread.join()  # a thread inside JAX at interpreter exit would crash the process
+        thread.join()  # a thread that is still inside JAX at interpreter exit would crash the process

@@ -1,4 +1,4 @@
-"""T5 span corruption: replace random noise spans by sentinels, for a whole batch at once, and the inverse.
+"""T5 span corruption: replace random noise spans with sentinels, for a whole batch at once, and the inverse.
 
 A span corruption mask is never materialised; it is held as the cumulative lengths of kept and noise spans.
 """
@@ -93,7 +93,7 @@ def restore(
     eos_id: int,
 ) -> Integer[np.ndarray, "raw"]:
     """Recover the raw row from a row of inputs and targets: the inverse of `corrupt`."""
-    # Sentinels are searched in order, so the text itself may contain eos, pad and sentinels beyond the last one used.
+    # Sentinels are found in order, so the text itself may contain eos, pad and sentinels beyond the last one used.
     # Only ByT5 is ambiguous: from the twelfth on, its sentinels are also bytes of text.
     if len(inputs) < 3 or inputs[-1] != eos_id or targets[-1:] != eos_id or inputs[-2] not in sentinels:
         raise ValueError(
@@ -102,7 +102,7 @@ def restore(
     used = sentinels[: sentinels.index(inputs[-2]) + 1]
     kept = np.split(inputs[:-1], _find_sentinels(inputs, used, first=1))
     noise = np.split(targets[:-1], _find_sentinels(targets, used, first=0))[1:]
-    # All kept parts but the first begin with a sentinel, which is dropped; the last one holds nothing else.
+    # All kept parts but the first begin with a sentinel, which is dropped; the last one holds only its sentinel.
     parts = [kept[0], *(part[1:] for pair in zip(noise, kept[1:]) for part in pair)]
     return np.concatenate(parts)
 
@@ -164,7 +164,7 @@ def _gather(
         index += position[: len(index)]
         result[block] = raw[block].take(
             index, mode="clip"
-        )  # only eos' position can be out of range; it is overwritten later
+        )  # only the position of eos can be out of range; it is overwritten later
     return result
 
 

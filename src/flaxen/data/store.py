@@ -53,7 +53,7 @@ class TokenStore:
         self._touched = 0
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
+        """Return `length` tokens starting at each of `starts`, as int32 [len(starts), length]."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > self.n_tokens):
             raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {self.n_tokens} tokens")
@@ -87,7 +87,7 @@ class TokenStore:
         return np.diff(self._offsets.astype(np.int64))
 
     def _release(self) -> None:
-        """Release the mapped pages, which count as memory of this process."""
+        """Release the mapped pages, which count towards the memory of this process."""
         # Released pages must be mapped again when they are read again, so callers do this rarely, not on every read.
         self._touched = 0
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -116,7 +116,7 @@ class Tokens:
         return self.last - self.first
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` tokens from each start on, as int32; starts count from the first token of the part."""
+        """Return `length` tokens starting at each of `starts`, as int32; positions count from the start of the part."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {len(self)} tokens")
@@ -130,7 +130,7 @@ def open_corpus(corpus: Corpus, tokenizer: Tokenizer, progress: bool = True) -> 
     if validation:
         validation_store = open_store(validation, tokenizer, corpus.cache, progress)
         return Tokens(store, 0, store.n_tokens), Tokens(validation_store, 0, validation_store.n_tokens)
-    # Hold out whole documents; a single document is split between its tokens.
+    # Hold out whole documents; if there is only one, hold out its first tokens.
     by_document = store.n_documents > 1
     count, percent = store.n_documents if by_document else store.n_tokens, corpus.validation_percent
     held = min(max(round(count * percent / 100), 1), count - 1) if percent else 0
@@ -139,7 +139,7 @@ def open_corpus(corpus: Corpus, tokenizer: Tokenizer, progress: bool = True) -> 
 
 
 def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, progress: bool = True) -> TokenStore:
-    """Open the token store of a source from the cache, tokenizing the source first if it is not there."""
+    """Open the token store of a source from the cache, tokenizing the source first if it is not cached."""
     root = (cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flaxen", "tokens")).expanduser()
     identity = source.identity()
     target = root / _key(identity, tokenizer)
@@ -149,7 +149,7 @@ def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, pro
 
 
 def _key(identity: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """Hash everything that the tokens depend on; the name of the store's directory."""
+    """Hash everything that the tokens depend on, to name the store's directory."""
     parts = [FORMAT, identity, type(tokenizer).__name__, {name: len(tokenizer.files[name]) for name in tokenizer.files}]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tokenizer.files):
@@ -228,7 +228,7 @@ def _write(directory: Path, texts: Iterator[str], tokenizer: Tokenizer, count: C
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Arrays]:
     """Tokenize texts batch by batch, in order."""
-    # No threads here: both tokenizer libraries use all cores within a batch, and the rest would hold the GIL.
+    # No threads here: both tokenizer libraries use all cores within a batch, and the remaining work holds the GIL.
     for batch in _batches(texts):
         yield tokenizer.encode_arrays(batch, dtype)
 
@@ -248,7 +248,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _rename(fresh: Path, target: Path) -> None:
-    """Move a directory; raise FileExistsError if the target exists, whatever error the system gives for that."""
+    """Move a directory; raise FileExistsError if the target exists, whichever error the operating system reports."""
     try:
         fresh.rename(target)
     except OSError:
@@ -258,7 +258,7 @@ def _rename(fresh: Path, target: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Delete abandoned builds: those whose process has ended, or that were not written to for a day."""
+    """Delete abandoned builds: those whose process has ended, or that have not been written to for a day."""
     for path in root.glob("*.partial"):
         written_by = PARTIAL.fullmatch(path.name)
         if not written_by:  # not ours: the user's cache directory may hold other files
@@ -288,7 +288,7 @@ def _size(directory: Path) -> int:
 
 
 class _Bar:
-    """Progress bar on standard error, if it is a terminal: bytes if the source knows its size, else documents."""
+    """Progress bar on standard error, if it is a terminal: in bytes if the source knows its size, else in documents."""
 
     def __init__(self, source: DataSource, enabled: bool) -> None:
         self._total = source.size

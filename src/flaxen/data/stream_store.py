@@ -29,18 +29,18 @@ class Stream(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
+        """Return `length` tokens starting at each of `starts`, as int32 [len(starts), length]."""
 
     @property
     def identity(self) -> str:
         """Digest of the contents, for the record of a run."""
 
     def measured(self) -> "TextSize":
-        """Return the size of the text in tokens, words and bytes, to convert between losses per unit."""
+        """Return the size of the text in tokens, words and bytes, to convert losses per token to other units."""
 
 
 class TextSize(NamedTuple):
-    """Size of a text in tokens, in words (separated by white space) and in bytes of UTF-8."""
+    """Size of a text in tokens, in words (separated by whitespace) and in UTF-8 bytes."""
 
     tokens: float
     words: float
@@ -59,7 +59,7 @@ class ByteStream:
         return self.last - self.first
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
+        """Return `length` tokens starting at each of `starts`, as int32 [len(starts), length]."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {len(self)} bytes")
@@ -144,7 +144,7 @@ def _open_text(data: LanguageData, name: str, tokenizer: Tokenizer, progress: bo
 
 @dataclass(frozen=True)
 class TextStream:
-    """Tokens of a store, and the texts that they were made from."""
+    """Tokens of a store, and the texts they encode."""
 
     tokens: Tokens
     source: DataSource
@@ -153,13 +153,13 @@ class TextStream:
         return len(self.tokens)
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` tokens from each start on, as int32 [len(starts), length]."""
+        """Return `length` tokens starting at each of `starts`, as int32 [len(starts), length]."""
         return self.tokens.rows(starts, length)
 
     def measured(self) -> TextSize:
         """Measure the first documents, up to MEASURED tokens.
 
-        The texts are read again, because tokens tell neither the spelling of unknown words nor where lines end.
+        The texts are read again, because tokens preserve neither the spelling of unknown words nor the ends of lines.
         """
         store, first, last = self.tokens.store, self.tokens.first, self.tokens.last
         document_starts = np.concatenate([[0], np.cumsum(store.document_lengths())])
@@ -213,7 +213,7 @@ def sequences(stream: Stream, numbers: np.ndarray, length: int, eos: int, pad: i
 def pieces(
     stream: Stream, starts: np.ndarray, inner: np.ndarray, length: int, eos: int, pad: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (inputs, targets) from each start on, padded at the end of the stream.
+    """Return (inputs, targets) starting at each of `starts`, padded at the end of the stream.
 
     Inputs are targets shifted right. Their first token is eos, or the token before the piece if it is `inner`, that is,
     continues a sequence.

@@ -43,7 +43,7 @@ class LanguageData(Corpus):
 
     @property
     def proportions(self) -> tuple[float, ...]:
-        """Proportions of the splits; with validation files, the data counts as split already."""
+        """Proportions of the splits; if there are validation files, by default all of the data is for training."""
         return self.shares or ((1.0, 0.0, 0.0) if self.validation else (90.0, 5.0, 5.0))
 
     def of_files(self, patterns: tuple[str, ...]) -> TextFiles:

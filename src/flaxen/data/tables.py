@@ -13,7 +13,7 @@ from flaxen.data.files import BLOCK, Invalid, OnProgress, decoded, kind_of, line
 from flaxen.errors import InputError, did_you_mean
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-Row = tuple[str, dict[str, Any]]  # where it is, for messages, and its cells by column
+Row = tuple[str, dict[str, Any]]  # (location of the row for messages, cells by column)
 Choose = Callable[[list[str], str], list[str]]  # (available columns, where) -> columns to read
 
 

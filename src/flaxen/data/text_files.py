@@ -82,7 +82,7 @@ def _read_text(path: Path, source: TextFiles, on_progress: OnProgress) -> Iterat
 
 
 def choose_column(requested: str | None, columns: list[str], where: str) -> str:
-    """Return the requested column; by default `text`, else the first one."""
+    """Return the requested column; by default `text` if it exists, else the first one."""
     column = requested or ("text" if "text" in columns or not columns else columns[0])
     if column not in columns:
         raise no_column(column, columns, where)

@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 
 
 class JsonTokenizer:
-    """Tokenizer of a tokenizer.json, run by the `tokenizers` library."""
+    """Tokenizer defined by a tokenizer.json, run by the `tokenizers` library."""
 
     # transformers 5 rebuilds T5's pipeline instead of running the one in this file, and therefore splits at U+0085.
     # SentencePiece, transformers 4 and the file itself treat it as an unknown character.
@@ -103,7 +103,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """Tokenizer of a spiece.model, with T5's extra ids after its pieces."""
+    """Tokenizer defined by a spiece.model, with T5's extra ids after its pieces."""
 
     # Segments text as Google's code and transformers 4 do. transformers 5 rebuilds the model in `tokenizers`, where mT5
     # loses its byte fallback (a rare character becomes <unk>, a literal "<0x41>" becomes the byte), U+0085 counts as a
@@ -185,7 +185,7 @@ class ByteTokenizer:
         default = b'{"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}'
         self.files = files or {"tokenizer_config.json": default}
         settings = _settings(self.files)
-        # In transformers, these three strip the spaces around them, unless the files say otherwise.
+        # In transformers, pad, eos and unk strip the spaces around them, unless the files say otherwise.
         named = _special_tokens(settings)[:3]
         tokens = {id: {"lstrip": True, "rstrip": True, **token} for id, token in enumerate(named)}
         tokens |= {259 + k: _extra_id(k) for k in range(settings.get("extra_ids", 125))}
@@ -276,7 +276,7 @@ class AddedTokens:
         self._patterns = [_any_of(self.ids.keys() - special), _any_of(self.ids)]
 
     def pattern(self, texts: Sequence[str], specials: bool) -> re.Pattern[str] | None:
-        """Return a pattern that matches the added tokens; None if they do not occur in the texts."""
+        """Return a pattern that matches the added tokens; None if none of them occurs in the texts."""
         pattern = self._patterns[specials]
         return pattern if pattern and pattern.search("".join(texts)) else None
 
@@ -302,7 +302,7 @@ class AddedTokens:
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    """Build a pattern that matches any of the names, longer ones first; None without names."""
+    """Build a pattern that matches any of the names, longer ones first; None if there are no names."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
@@ -374,7 +374,7 @@ def _sentinels(lookup: Callable[[str], int | None]) -> tuple[int, ...]:
 
 
 def _load_json(content: bytes) -> Any:
-    """Load a tokenizer.json, without truncation and padding."""
+    """Load a tokenizer.json, with truncation and padding turned off."""
     from tokenizers import Tokenizer as Backend
 
     try:

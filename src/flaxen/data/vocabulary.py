@@ -31,7 +31,7 @@ def train_sentencepiece(
     sample: int = 1_000_000,
     model_type: ModelType = "unigram",
 ) -> Files:
-    """Train a SentencePiece model of `size` ids, sentinels included, on a random sample of `sample` sentences."""
+    """Train a SentencePiece model with `size` ids, sentinels included, on a random sample of `sample` sentences."""
     import sentencepiece
 
     if not 0.98 <= coverage <= 1:
@@ -45,7 +45,7 @@ def train_sentencepiece(
         try:
             yield from _split_sentences(texts)
         except (Exception, KeyboardInterrupt) as error:
-            failures.append(error)  # the trainer raises a RuntimeError with nothing but its message
+            failures.append(error)  # kept, because the trainer raises a RuntimeError with only its message
             raise
 
     model = io.BytesIO()
@@ -79,7 +79,7 @@ def train_sentencepiece(
 
 
 def train_bpe(texts: Iterable[str], size: int, sentinels: int = 100) -> Files:
-    """Train a byte-level BPE vocabulary of `size` ids, sentinels included; it encodes any text without loss."""
+    """Train a byte-level BPE vocabulary with `size` ids, sentinels included; it encodes any text without loss."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     n_pieces = _count_pieces(size, sentinels, 256)
@@ -126,7 +126,7 @@ def _require_text(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _count_pieces(size: int, sentinels: int, n_bytes: int) -> int:
-    """Return the number of ids that are left without sentinels; raise if it is too small to train."""
+    """Return the number of ids that remain after the sentinels are subtracted; raise if it is too small to train."""
     if sentinels < 0:
         raise InputError(f"sentinels must be at least 0, got {sentinels}")
     smallest = sentinels + len(SPECIAL) + n_bytes + 1
@@ -137,7 +137,7 @@ def _count_pieces(size: int, sentinels: int, n_bytes: int) -> int:
 
 
 def _explain(message: str, size: int, sentinels: int) -> InputError:
-    """Translate an error of the SentencePiece trainer into terms of our options."""
+    """Translate an error from the SentencePiece trainer into terms of our options."""
     if match := re.search(r"too high .* <= (\d+)", message):
         return _too_large(size, int(match[1]) + sentinels)
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
@@ -158,7 +158,7 @@ def _too_large(size: int, largest: int) -> InputError:
 
 
 def _settings(settings: dict[str, Any], sentinels: int) -> Files:
-    """Build the files that transformers needs beside a vocabulary."""
+    """Build the files that transformers needs in addition to a vocabulary."""
     special = {**SPECIAL, "additional_special_tokens": [f"<extra_id_{k}>" for k in range(sentinels)]}
     # With clean-up, transformers would remove the space before a full stop when decoding.
     config = {**settings, **special, "clean_up_tokenization_spaces": False}

@@ -1,4 +1,4 @@
-"""Batching of prompts: lengths are padded to a few bucket sizes, so that a new length rarely recompiles."""
+"""Batching of prompts: lengths are padded to a few bucket sizes, so that a new length rarely causes recompilation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +19,7 @@ def batches(
 ) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
     """Yield (rows, (ids, valid)) for each batch of prompts of similar length, padded on the right or the left.
 
-    `rows` holds the index of each row's prompt, or -1 for a row that only fills up the batch.
+    `rows` holds the index of each row's prompt, or -1 for a filler row, which only completes the batch.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for rows in groups(order, batch_size):

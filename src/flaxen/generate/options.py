@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flaxen.errors import InputError, did_you_mean
 
-# Options that are runtime arguments of the compiled search, so that a new value does not recompile.
+# Options that are runtime arguments of the compiled search, so that a new value does not cause recompilation.
 NUMBERS = (
     "max_new_tokens",
     "min_new_tokens",
@@ -32,7 +32,7 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of greedy search, beam search and sampling, over those of the checkpoint's generation_config.json."""
+    """Options of greedy search, beam search and sampling; they override the checkpoint's generation_config.json."""
 
     max_new_tokens: int = 64
     """Maximum number of generated tokens, end token included."""
@@ -134,13 +134,13 @@ class Options:
         }
         for name in ("temperature", "top_p", "min_p", "nucleus", "repetition_penalty", "length_penalty"):
             value = getattr(self, name)
-            # An option at its neutral value is compiled like one that is off; any other stands for "on".
+            # An option at its neutral value is compiled like one that is off; any other value stands for "on".
             blank[name] = None if value is None or value == neutral.get(name) else 0.5
         return dataclasses.replace(self, **blank)
 
 
 def make_options(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Options:
-    """Build Options from keyword arguments, over the defaults of a generation_config.json; lists become tuples."""
+    """Build Options from keyword arguments, which override a generation_config.json; lists become tuples."""
     hints = get_type_hints(Options)
     checked = {}
     for name, value in {**_defaults(defaults or {}, given), **given}.items():

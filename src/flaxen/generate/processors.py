@@ -55,7 +55,7 @@ def processors(options: Options, eos: tuple[int, ...], sampling: bool) -> list[L
 
 
 def penalise_repetition(logits: Array, context: TokenHistory) -> Array:
-    """Make tokens that already occurred less likely: divide positive logits by the penalty, multiply negative ones."""
+    """Penalise tokens that already occurred: divide positive logits by the penalty, multiply negative ones by it."""
     penalty = context.numbers["repetition_penalty"]
     # Positions at or after `length` are padding, which must not count as seen.
     past = jnp.arange(context.tokens.shape[-1]) < context.length
@@ -107,7 +107,7 @@ def force(logits: Array, token: int, now: Array) -> Array:
 
 
 def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
-    """Apply temperature, top-k, top-p, nucleus and min-p, in this order, to the logits of sampling."""
+    """Apply temperature, top-k, top-p, nucleus and min-p, in this order, to the logits before sampling."""
     if options.temperature is not None:
         logits = logits / context.numbers["temperature"]
     k = (
@@ -119,7 +119,7 @@ def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
         best = jax.lax.top_k(logits, k)[0]
         threshold = best[..., -1:]
         if options.top_p is not None:
-            # A token is kept if the more likely ones sum to less than p: its own probability is subtracted.
+            # A token is kept if the probabilities of more likely ones sum to less than p, so its own is subtracted.
             weights = jax.nn.softmax(best, axis=-1)
             kept = jnp.cumsum(weights, axis=-1) - weights < context.numbers["top_p"]
             threshold = jnp.min(jnp.where(kept, best, jnp.inf), axis=-1, keepdims=True)
@@ -133,9 +133,9 @@ def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
 
 
 def nucleus(logits: Float[Array, "*B V"], p: Float[Array, ""] | float) -> Array:
-    """Mask of the tokens that nucleus sampling of the original Transformer-VQ keeps.
+    """Return a mask of the tokens that nucleus sampling in the original Transformer-VQ code keeps.
 
-    It drops the least likely tokens, as long as their probabilities sum to at most 1 - p + 1e-4. Among equally likely
+    It drops the least likely tokens while their probabilities sum to at most 1 - p + 1e-4. Among equally likely
     tokens the earlier ones are dropped first; the most likely token is always kept.
     """
     order = jnp.argsort(logits, axis=-1, stable=True)

@@ -39,7 +39,7 @@ class Generator:
 
     def begin(self, rows: np.ndarray, inputs: Any) -> Sampling | Beams:
         """Start a search over one batch."""
-        # Rounded up to a bucket, so that a new max_new_tokens rarely recompiles.
+        # Rounded up to a bucket, so that a new max_new_tokens rarely causes recompilation.
         room, inputs = padded_length(self.options.max_new_tokens), jax.tree.map(jnp.asarray, inputs)
         return begin(self.decoder, inputs, jnp.asarray(rows), room, self.options.static(), self.pad)
 

@@ -2,7 +2,7 @@
 
 G sequences (beams or samples) are decoded in parallel for each of B inputs. The progress of a search is a NamedTuple
 of arrays (`Sampling` or `Beams`), and a step is a pure function from one to the next. `advance` runs steps in one
-compiled loop: to the end, or one token at a time for streaming, with the same executable. After each step beam search
+compiled loop: to the end, or one token at a time for streaming, with the same executable. After each step, beam search
 calls `Decoder.select` to reorder the cache by beam index.
 """
 
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from flaxen.generate.options import Options
 from flaxen.generate.processors import TokenHistory, processors
 
-DEAD = -1e9  # score of a beam that does not exist; finite, as in transformers, so that ties are broken alike
+DEAD = -1e9  # score of a beam that does not exist; finite, as in transformers, so that ties are broken in the same way
 
 
 @runtime_checkable
@@ -28,7 +28,7 @@ class Decoder(Protocol):
     def start(self, inputs: Any, length: int, beams: int, reorder: bool) -> tuple[Int[Array, "B G P"], Any]:
         """Return the prompt (or start token) of each sequence, and the state after all but its last token.
 
-        The state has room for `length` more tokens, including that last one. `select` is called only if `reorder`.
+        The state has room for `length` more tokens, including that last one. `select` is called only with `reorder`.
         """
         ...
 
@@ -123,7 +123,7 @@ def advance(
 
 
 def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
-    """Whether a search is complete before the length limit."""
+    """Whether a search has ended before reaching the length limit."""
     if isinstance(search, Sampling):
         return jnp.all(search.done)
     full = jnp.all(search.finished) if options.early_stopping is True else jnp.zeros((), bool)
@@ -143,7 +143,7 @@ def _sampling_step(
     logits, state = decoder.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     shaped = _process(logits, search, numbers, options, eos)
     if options.do_sample:
-        # Gumbel-max trick: the argmax of logits + Gumbel noise is a sample of their softmax. The key depends on seed,
+        # Gumbel-max trick: the argmax of logits + Gumbel noise is a sample from their softmax. The key depends on seed,
         # position and prompt index, so that a sample is the same in any batch.
         key = jax.random.fold_in(jax.random.key(numbers["seed"]), at - search.begun + 1)
         keys = jax.vmap(partial(jax.random.fold_in, key))(search.rows)

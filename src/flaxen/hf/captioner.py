@@ -15,7 +15,7 @@ SPECIAL = gpt2.SPECIAL
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
-    """Convert config.json, with one nested config per half, to our Config.
+    """Convert config.json, which nests the configs of encoder and decoder, to our Config.
 
     Token ids at the top level override the decoder's, as in transformers.
     """
@@ -26,7 +26,7 @@ def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
             raise InputError(f"config.json: the model_type of the {half} must be {kind!r}, got {model_type!r}")
     encoder = vit.read_config(json["encoder"], tensors, "encoder.", "encoder of config.json")
     special = {name: value for name in SPECIAL if (value := json.get(name)) is not None}
-    # The nested config may omit or contradict these two fields, but a decoder half always has these values.
+    # The nested config may omit or contradict these two fields, but the decoder of a captioner always has these values.
     decoder_json = {**json["decoder"], **special, "add_cross_attention": True, "is_encoder_decoder": False}
     decoder = gpt2.read_config(decoder_json, tensors, "decoder.", "decoder of config.json")
     return Config(encoder, decoder)
@@ -65,7 +65,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
 
 
 def unneeded(name: str, tensors: Tensors) -> bool:
-    """Whether a tensor may be ignored: redundant in the format of its half."""
+    """Whether a tensor may be ignored: it is redundant in the format of the encoder or decoder."""
     half = vit if name.startswith("encoder.") else gpt2
     return half.unneeded(name, tensors, "encoder." if half is vit else "decoder.")
 

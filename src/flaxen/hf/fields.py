@@ -1,4 +1,4 @@
-"""Read config.json field by field: map known fields, ignore irrelevant ones, reject what we would compute wrongly."""
+"""Read config.json field by field: map known fields, ignore irrelevant ones, reject values that we do not support."""
 
 from collections.abc import Collection
 from typing import Any

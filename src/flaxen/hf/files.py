@@ -112,7 +112,7 @@ def atomic_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
             target.rename(old)
         fresh.rename(target)
     except BaseException:
-        # The old directory was moved away but the new one not into place: move it back.
+        # The old directory was moved away, but moving the new one into place failed: move the old one back.
         if old.exists() and not target.exists():
             old.rename(target)
         raise

@@ -58,7 +58,7 @@ def read_config(json: dict[str, Any], tensors: Tensors | None, at: str = "", wha
 
 
 def prefix(tensors: Tensors | None, at: str = "") -> str:
-    """Return the name prefix of the body: 'transformer.', or none for a bare GPT2Model such as hub id `gpt2`."""
+    """Return the name prefix of the body: 'transformer.', or none for a bare GPT2Model, such as the hub id `gpt2`."""
     return "" if tensors is not None and f"{at}wte.weight" in tensors else "transformer."
 
 
@@ -92,7 +92,7 @@ def rows(config: Config, tensors: Tensors | None = None, at: str = "", ours: str
         Row("positions.weight", f"{body}wpe.weight"),
         *([] if config.tied else [Row("head.weight", f"{at}lm_head.weight")]),
     ]
-    # GPT-2 stores weights as [inputs, outputs], and q, k and v (p) in one matrix.
+    # GPT-2 stores weights as [inputs, outputs], and q, k and v (axis p) in one matrix.
     joint = "d (p n h) -> d p n h"
     weights = {
         "attention.qkv": ("attn.c_attn", joint),

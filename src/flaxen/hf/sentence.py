@@ -1,6 +1,7 @@
 """Read and write sentence-transformers directories: how hidden states of an encoder become an embedding.
 
-modules.json lists a Transformer, a Pooling, optional Dense layers and an optional Normalize, each with its folder.
+modules.json lists the modules in order, each with its folder: Transformer, Pooling, any Dense layers, and optionally
+Normalize.
 """
 
 import json
@@ -146,7 +147,7 @@ def _prefix(directory: Path) -> str:
 
 
 def _read_pooling(folder: Path, prefixed: bool) -> str:
-    """Read the config.json of a Pooling module and return our name of its mode."""
+    """Read the config.json of a Pooling module and return our name for its mode."""
     config, path = files.read_json(folder / "config.json"), folder / "config.json"
     modes = config.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if config.get(flag)] or "mean"
     modes = [modes] if isinstance(modes, str) else list(modes)

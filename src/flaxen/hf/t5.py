@@ -78,7 +78,7 @@ def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
 
 
 def _default_mlp(kind: str) -> str:
-    """Return the feed_forward_proj of a config.json that has none."""
+    """Return the default feed_forward_proj for a config.json that has none."""
     return "gated-gelu" if kind in ("mt5", "umt5") else "relu"
 
 
@@ -97,7 +97,7 @@ def _scaled(json: dict[str, Any], kind: str) -> bool:
 
 
 def _read_activation(projection: str) -> tuple[str, bool]:
-    """Split feed_forward_proj into activation and whether it is gated."""
+    """Return the activation that feed_forward_proj names, and whether it is gated."""
     gated, name = projection.startswith("gated-"), projection.removeprefix("gated-")
     # In 'gated-gelu', gelu is the tanh approximation (gelu_new); plain 'gelu' is exact.
     return ("gelu_new" if projection == "gated-gelu" else name), gated
@@ -190,7 +190,7 @@ def unneeded(name: str, tensors: Tensors) -> bool:
 
 
 def with_copies(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add lm_head.weight for a tied but unscaled head: without it transformers 4 would take the model for scaled."""
+    """Add lm_head.weight for a tied but unscaled head: transformers 4 scales every tied head."""
     if config.tied and not config.scaled:
         return {**tensors, "lm_head.weight": tensors["shared.weight"]}
     return tensors

@@ -15,7 +15,7 @@ TABLES = ("shared.weight", "encoder.embed_tokens.weight")  # names of the embedd
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None) -> Config:
-    """Convert config.json to our Config. It may be that of the full T5, with is_encoder_decoder and decoder layers."""
+    """Convert config.json to our Config. It may describe a full T5, with is_encoder_decoder and decoder layers."""
     config = t5.read_config({**json, "is_encoder_decoder": True}, None)
     return make_config(Config, {field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 

@@ -8,7 +8,7 @@ import numpy as np
 
 @runtime_checkable
 class Tensors(Protocol):
-    """Tensors by name. Names, shapes and dtypes are available without reading data; `tensors[name]` reads it."""
+    """Tensors by name. Names, shapes and dtypes are known without reading data; `tensors[name]` reads a tensor."""
 
     def __iter__(self) -> Iterator[str]: ...
     def __contains__(self, name: str) -> bool: ...

@@ -21,7 +21,7 @@ MODEL_TYPE = "transformer_vq"
 NOT_SAVED = ("pad_id", "eos_ids", "start_id", "form", "compute", "scan", "remat")  # or saved under other names
 FIELDS = {field.name: field.name for field in dataclasses.fields(Config) if field.name not in NOT_SAVED}
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
-# The original's name -> ours. Its other settings concern training or have no effect.
+# Name in the original code -> ours. Its other settings concern training or have no effect.
 ORIGINAL = {
     "n_vocab": "vocab_size", "d_model": "d_model", "d_k": "d_k", "d_v": "d_v", "n_head": "n_heads",
     "n_layer": "n_layers", "n_code": "n_codes", "block_len": "block", "mem_len": "window", "agg_cache": "aggregate",
@@ -38,26 +38,26 @@ UNIT = {
 
 
 def read_config(json: dict[str, Any], tensors: Tensors | None, what: str = "config.json") -> Config:
-    """The configuration from the content of config.json."""
+    """Convert config.json to our Config."""
     fields = read({**json, "image": tuple(json.get("image", ()))}, FIELDS, Config, SPECIAL, what=what)
     special = {"pad_id": json.get("pad_token_id", 0), "start_id": json.get("bos_token_id", 1)}
     return make_config(Config, {**fields, **special, "eos_ids": ids(json.get("eos_token_id", 1))}, what)
 
 
 def special_ids(config: Config) -> dict[str, Any]:
-    """Special token ids by their names in config.json."""
+    """Return the special token ids under their names in config.json."""
     return dict(zip(SPECIAL, (config.pad_id, config.start_id, one_or_list(config.eos_ids))))
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
-    """The content of config.json."""
+    """Convert our Config to a config.json."""
     fields = dataclasses.asdict(config)
     own = {name: fields[name] for name in FIELDS}
     return {"model_type": MODEL_TYPE, "architectures": ["VQLM"], **own, **special_ids(config), "torch_dtype": dtype}
 
 
 def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
-    """The weight map: every leaf is stored under its own path, with one tensor for each layer."""
+    """Return the weight table: every leaf is stored under its own path, with one tensor per layer."""
     return [Row(path, path.replace("layers.", "layers.{i}.")) for path in leaves(VQLM(config))]
 
 
@@ -67,7 +67,7 @@ def unneeded(name: str, tensors: Tensors) -> bool:
 
 
 def original_rows(config: Config) -> list[Row]:
-    """The weight map between our leaves and the original's parameters."""
+    """Return the weight table that maps our leaves to the parameters of the original code."""
     table = [
         Row("embedding.weight", "token_embedder/embs"),
         Row("scale", "position_embedder/scale"),
@@ -82,10 +82,10 @@ def original_rows(config: Config) -> list[Row]:
 
 
 def original_config(settings: dict[str, Any]) -> Config:
-    """Convert the original's settings to a configuration.
+    """Convert the settings of the original code to our Config.
 
-    All settings that change results are required: with a default for a misspelt name, the model would compute something
-    else.
+    All settings that affect results are required: if a misspelt name fell back to a default, the model would silently
+    compute something else.
     """
     missing = [name for name in ORIGINAL if name not in settings and not name.startswith("p_") and name != "dtype"]
     if missing:
@@ -104,12 +104,12 @@ def _parse_switch(value: Any) -> bool:
 
 
 def _unused(name: str, tensors: Tensors) -> bool:
-    """Whether a parameter may be ignored: the original creates this bias even if the model does not use it."""
+    """Whether a parameter may be ignored: the original code creates token_embedder/bias_out even if it is not used."""
     return name == "token_embedder/bias_out"
 
 
 def load_original(flat: dict[str, np.ndarray], config: dict[str, Any]) -> "Pretrained":
-    """Load a model from the original's parameters, named by their paths joined with '/', and its settings.
+    """Load a model from the original code's settings and parameters, which are named by their paths joined with '/'.
 
     A model with a vocabulary of 259 gets the byte tokenizer.
     """

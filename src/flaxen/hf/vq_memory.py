@@ -26,7 +26,7 @@ UNSAVED = ("key",)  # the PRNG key of dropout is used only in training
 
 @dataclass(frozen=True)
 class Memory:
-    """The state of a Transformer-VQ after all tokens of a text but the last, and that last token.
+    """The state of a Transformer-VQ after reading all but the last token of a text, and that last token.
 
     The last token is the input of the first decoding step.
     """
@@ -63,12 +63,12 @@ class Memory:
 
 
 def to_file(state: vq_lm.VQState) -> dict[str, jax.Array]:
-    """The arrays of a state, with the names and axes of the file."""
+    """Return the arrays of a state, with the names and axes of the file."""
     return {NAMES.get(name, name): _swap_layers(name, a) for name, a in leaves(state).items() if name not in UNSAVED}
 
 
 def from_file(arrays: dict[str, np.ndarray], config: Config) -> vq_lm.VQState:
-    """The state from the arrays of a file."""
+    """Build the state from the arrays of a file."""
 
     def read(name: str, leaf: jax.Array) -> jax.Array:
         return leaf if name in UNSAVED else _swap_layers(name, jnp.asarray(arrays[NAMES.get(name, name)]))
@@ -77,5 +77,5 @@ def from_file(arrays: dict[str, np.ndarray], config: Config) -> vq_lm.VQState:
 
 
 def _swap_layers(name: str, a: jax.Array) -> jax.Array:
-    """[B, L, …] to [L, B, …] or back, for caches; other arrays are unchanged."""
+    """Convert caches from [B, L, …] to [L, B, …] or back; other arrays are unchanged."""
     return jnp.swapaxes(a, 0, 1) if name.startswith("caches.") else a
