@@ -26,27 +26,27 @@ FORMS = {"vq": ("form=scan",), "vq-parallel": ("form=parallel",), "full": ("atte
 
 @dataclass(frozen=True)
 class BenchLanguage:
-    """Measure how the speed and memory of VQ and full attention scale with sequence length. Run it on an idle machine.
+    """Measure how the speed and memory use of VQ and full attention scale with sequence length.
 
     Example: flaxen bench language --preset vq-tiny --lengths 1024 4096 --out bench.png
     """
 
     out: Path = Path("bench-language.png")
-    """Plot to write; the measurements are written to a .json file of the same name as they arrive."""
+    """Plot to write. Each measurement is saved as soon as it finishes, to a .json file with the same base name."""
     preset: str = "vq-mini"
     """Transformer-VQ preset to measure."""
     fields: tuple[str, ...] = ()
-    """Changes to the preset's configuration, as name=value."""
+    """Changes to the preset's configuration, as name=value, such as n_layers=4."""
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     """Sequence lengths in tokens."""
     models: tuple[str, ...] = ("vq", "vq-parallel", "full")
-    """Models to measure: vq (VQ attention, block after block), vq-parallel (all blocks at once), full (quadratic)."""
+    """Models to measure: vq (VQ attention, block by block), vq-parallel (all blocks at once), full (quadratic)."""
     longest_full: int = 32768
-    """Longest sequence on which training with full attention is measured, in tokens."""
+    """Longest sequence, in tokens, for which training with full attention is measured."""
     update: int | None = None
-    """Tokens per optimizer step. Default: the sequence length."""
+    """Number of tokens per training step (VQ only). Default: the sequence length."""
     repeats: int = 2
-    """Timed repetitions, of which the fastest counts."""
+    """Number of timed repetitions; the fastest is reported."""
     cores: int | None = None
     """Number of CPU cores to use. Default: all."""
 

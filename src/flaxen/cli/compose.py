@@ -9,19 +9,19 @@ import tyro
 
 @dataclass(frozen=True)
 class Compose:
-    """Combine a ViT encoder and a GPT-2 decoder into a captioner, whose cross-attention starts from random weights.
+    """Combine a ViT encoder and a GPT-2 decoder into a captioner with randomly initialised cross-attention.
 
     Example: flaxen compose google/vit-base-patch16-224-in21k gpt2 captioner
     """
 
     encoder: tyro.conf.Positional[str]
-    """Checkpoint directory or hub id of a ViT."""
+    """Checkpoint directory or Hugging Face hub id of a ViT model."""
     decoder: tyro.conf.Positional[str]
-    """Checkpoint directory or hub id of a GPT-2."""
+    """Checkpoint directory or Hugging Face hub id of a GPT-2 model."""
     out: tyro.conf.Positional[Path]
     """Directory to write the checkpoint to."""
     seed: int = 0
-    """Random seed of the new weights: cross-attention, and a projection (bridge) if the widths differ."""
+    """Random seed for the new weights: cross-attention, and a projection if encoder and decoder widths differ."""
 
     def run(self, given_flags: set[str]) -> None:
         from flaxen.pretrained import compose, load
@@ -42,7 +42,7 @@ class Merge:
     """
 
     model: tyro.conf.Positional[str]
-    """Checkpoint directory or hub id of the base model."""
+    """Checkpoint directory or Hugging Face hub id of the base model."""
     adapter: tyro.conf.Positional[str]
     """Directory or hub id of the adapter, in PEFT format."""
     out: tyro.conf.Positional[Path]

@@ -30,13 +30,14 @@ SIZES = {"d_model": 128, "d_head": 32, "d_ff": 256, "n_layers": 2, "n_decoder_la
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small T5 on Python's documentation and let it fill in missing words (about 3 minutes on a CPU).
+    """Train a small T5 model on Python's documentation and let it fill in missing words (about 3 minutes on a CPU).
 
     Example: flaxen demo --out flaxen-demo
     """
 
     out: Path = Path("flaxen-demo")
-    """Directory for the corpus, the vocabulary and the run. A second run with it only shows the results again."""
+    """Directory for the corpus, the vocabulary and the run. If it already contains a finished run, the demo only shows
+    the results again."""
     steps: int = 3600
     """Number of training steps."""
 
@@ -97,7 +98,7 @@ class Demo:
             f"{run}  settings, metrics and checkpoints; interrupted training resumes when you rerun the command\n\n"
             "Next, on your own text:\n"
             "  flaxen vocab my-vocabulary --data.train 'my-texts/*.txt'\n"
-            "  flaxen preview --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary "
+            "  flaxen preview denoise --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary "
             "--data.train 'my-texts/*.txt'\n"
             "  flaxen train denoise --out my-run --model.preset t5-v1_1-mini --model.tokenizer my-vocabulary "
             "--data.train 'my-texts/*.txt'\n"

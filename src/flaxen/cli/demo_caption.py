@@ -56,7 +56,8 @@ class DemoCaption:
     """
 
     out: Path = Path("flaxen-demo-caption")
-    """Directory for the images, the vocabulary and the run. A second run with it only shows the results again."""
+    """Directory for the images, the vocabulary and the run. If it already contains a finished run, the demo only shows
+    the results again."""
     steps: int = 1400
     """Number of training steps."""
 

@@ -19,13 +19,15 @@ PROMPTS = ("The function returns", "If the argument is ")
 
 @dataclass(frozen=True)
 class DemoLanguage:
-    """Train a small Transformer-VQ on the bytes of Python's documentation and sample text (about 3 minutes on a CPU).
+    """Train a small Transformer-VQ model on the bytes of Python's documentation and sample text (about 3 minutes on a
+    CPU).
 
     Example: flaxen demo language --out flaxen-demo-language
     """
 
     out: Path = Path("flaxen-demo-language")
-    """Directory for the corpus and the run. A second run with it only shows the results again."""
+    """Directory for the corpus and the run. If it already contains a finished run, the demo only shows the results
+    again."""
     steps: int = 160
     """Number of training steps."""
 

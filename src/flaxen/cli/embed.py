@@ -33,25 +33,27 @@ class Embed:
     """
 
     model: tyro.conf.Positional[str]
-    """Checkpoint directory or hub id."""
+    """Checkpoint directory or Hugging Face hub id."""
     text: tuple[str, ...] = ()
     """Texts to embed."""
     file: str | None = None
-    """File of texts: one per line, or the rows of .jsonl .json .csv .tsv .parquet; '-' is standard input.
-    Default: none."""
+    """File with the texts: one per line, or one per row of a .jsonl, .json, .csv, .tsv or .parquet table; '-' reads
+    standard input. Default: none."""
     column: str = "text"
-    """Column of the table that holds the text, or a template such as 'query: {question}'."""
+    """Table column with the text, or a template of columns such as 'query: {question}'."""
     out: Path | None = None
-    """Output file: .npy (float32, one row per text) or .jsonl. It appears when complete; if interrupted, rerun the
-    command to resume. Default: JSON lines on standard output."""
+    """Output file: .npy (float32, one row per text) or .jsonl. The file is created only when it is complete; if
+    interrupted, rerun the command to resume. Default: JSON lines on standard output."""
     pooling: Literal["mean", "first", "cls", "max", "none"] | None = None
-    """How to pool the token vectors into one; 'none' returns them all. Default: the checkpoint's pooling, else mean."""
+    """How to pool the token vectors of a text into one vector; 'none' outputs one vector per token (not for .npy).
+    Default: the checkpoint's pooling, else mean."""
     normalise: bool = False
-    """Scale each embedding to length 1. Default: the checkpoint's setting, else off."""
+    """Normalise each embedding to unit length (L2 norm 1). Default: the checkpoint's setting, else off."""
     length: int | None = None
-    """Truncate texts to this number of tokens. Default: the checkpoint's limit, if any."""
+    """Maximum number of tokens per text; longer texts are truncated. Default: the checkpoint's limit, if any."""
     subfolder: str | None = None
-    """Subfolder of MODEL with the checkpoint, such as text_encoder_2 of a diffusion model. Default: MODEL itself."""
+    """Subfolder of MODEL that contains the checkpoint, such as text_encoder_2 of a diffusion model. Default: MODEL
+    itself."""
     adapter: str | None = None
     """Directory or hub id of a LoRA adapter to merge into the model. Default: none."""
     batch_size: int = 16

@@ -23,12 +23,12 @@ class Eval(Generic[E]):
     """
 
     model: tyro.conf.Positional[str]
-    """Checkpoint directory or hub id."""
+    """Checkpoint directory or Hugging Face hub id."""
     settings: Annotated[E, tyro.conf.arg(name="")]
     adapter: str | None = None
-    """Directory of a LoRA adapter to merge into the model. Default: none."""
+    """Directory or hub id of a LoRA adapter to merge into the model. Default: none."""
     tokenizer: str | None = None
-    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's tokenizer."""
+    """Directory or hub id of a tokenizer, or `bytes` for raw bytes. Default: the checkpoint's tokenizer."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Data type of matrix products."""
 

@@ -8,7 +8,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Export:
-    """Export a checkpoint of a run to Hugging Face format; the run may still be training.
+    """Export a checkpoint of a training run in Hugging Face format, even while the run is still training.
 
     Example: flaxen export run exported --step 400
     """
@@ -18,7 +18,7 @@ class Export:
     out: tyro.conf.Positional[Path]
     """Directory to write the model to."""
     step: int | None = None
-    """Step of the checkpoint to export. Default: the newest."""
+    """Step of the checkpoint to export. Default: the latest."""
 
     def run(self, given_flags: set[str]) -> None:
         import jax

@@ -26,35 +26,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate text with a T5, GPT-2 or Transformer-VQ, captions with a captioner, or images with a pixel model.
+    """Generate text with a T5, GPT-2 or Transformer-VQ model, captions with a captioner, or images with a pixel model.
 
     Example: flaxen generate google/flan-t5-small --text "translate English to German: Good morning."
     """
 
     model: tyro.conf.Positional[str]
-    """Checkpoint directory or hub id."""
+    """Checkpoint directory or Hugging Face hub id."""
     text: tuple[str, ...] = ()
-    """Prompts, each a separate argument."""
+    """Prompts, each given as a separate argument."""
     image: tuple[Path, ...] = ()
     """Image files to caption."""
     file: str | None = None
-    """File of prompts: one per line, or the rows of .jsonl .json .csv .tsv .parquet; '-' is standard input.
-    Default: none."""
+    """File with the prompts: one per line, or one per row of a .jsonl, .json, .csv, .tsv or .parquet table; '-' reads
+    standard input. Default: none."""
     column: str = "text"
-    """Column of the table that holds the prompt, or a template such as 'summarize: {document}'. For a captioner, the
-    column holds image paths relative to the folder of the table."""
+    """Table column with the prompt, or a template of columns such as 'summarize: {document}'. For a captioner, the
+    column holds image paths relative to the table's folder."""
     sample_images: int = 0
-    """Number of images to sample from a Transformer-VQ trained on pixels; they are written to the directory --out."""
+    """Number of images to sample from a Transformer-VQ model trained on pixels; they are written to the directory given
+    by --out."""
     memory: Path | None = None
-    """Continue from the state of a Transformer-VQ that --save-memory wrote; --text, if any, is read after it.
-    Default: an empty memory."""
+    """Continue from the Transformer-VQ memory in this .npz file, saved with --save-memory; --text, if given, is read
+    after it. Default: empty memory."""
     save_memory: Path | None = None
-    """Save the state of a Transformer-VQ after reading --text to this .npz file, and generate nothing. Default: off."""
+    """Read --text with a Transformer-VQ model, save its memory to this .npz file, and generate nothing. Default:
+    off."""
     adapter: str | None = None
     """Directory or hub id of a LoRA adapter to merge into the model. Default: none."""
     out: Path | None = None
-    """Output file, or directory of sampled images; it appears when complete. If interrupted while writing JSON lines,
-    rerun the command to resume. Default: standard output."""
+    """Output file, or directory for sampled images; it is created only when it is complete. If interrupted while
+    writing JSON lines, rerun the command to resume. Default: standard output."""
     json: bool = False
     """Output JSON lines with text, tokens, logprobs, score, and the prompt's index and id, instead of plain text.
     Implied if --out ends in .jsonl."""

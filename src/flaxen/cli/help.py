@@ -23,6 +23,7 @@ WIDTH = 80
 # Nested settings by importance; other groups follow in the order of their fields.
 GROUPS = ("", "model", "data", "objective", "training", "optimizer", "schedule", "generation", "lora", "tracking")
 TITLES = {"": "Options", "lora": "LoRA options", "options": "Generation options"}
+ABOUT = {"options": "Options that are not given take the checkpoint's own values, if it has any."}
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -55,7 +56,7 @@ def page(command: str, kind: Any, description: str, default: Any = None) -> str:
     for name in dict.fromkeys(names):
         members = [flag for flag in listed if flag.group == name and not flag.positional]
         members.sort(key=lambda flag: flag.default is not dataclasses.MISSING)  # required flags first
-        group = parser.add_argument_group(TITLES.get(name, f"{name.capitalize()} options"))
+        group = parser.add_argument_group(TITLES.get(name, f"{name.capitalize()} options"), ABOUT.get(name))
         _add(group, members)
         if not name:
             group.add_argument("-h", "--help", action="store_true", help="Show this help page and exit.")
@@ -156,17 +157,18 @@ def _add(group: Any, members: list[Flag]) -> None:
 
 
 def _help(flag: Flag) -> str:
-    """The help text, with the default in parentheses. If that is None, 'Default: ….' in the text describes it."""
+    """The help text, with the default in parentheses. 'Default: ….' at its end describes a default that is empty."""
     text, _, described = flag.help.partition("Default: ")
     text = text.strip()
     if flag.default is dataclasses.MISSING:
         return text if flag.positional else f"{text} (required)"
     if flag.kind is bool:
-        return f"{text} (default: {'on' if flag.default else 'off'})"
-    if flag.default is not None and flag.default != ():
-        value = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
-        return f"{text} (default: {value})"
-    return f"{text} (default: {described.rstrip('.')})" if described else text
+        default = "on" if flag.default else described.rstrip(".") or "off"
+    elif flag.default is None or flag.default == ():
+        default = described.rstrip(".")
+    else:
+        default = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
+    return f"{text} (default: {default})" if default else text
 
 
 def _metavar(flag: Flag) -> str:

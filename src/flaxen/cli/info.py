@@ -11,15 +11,16 @@ HIDDEN = ("scan", "remat")  # they affect how the model is computed, not its res
 
 @dataclass(frozen=True)
 class Info:
-    """Show the size and configuration of a checkpoint or preset, without loading weights.
+    """Show the size and configuration of a checkpoint or preset, without loading its weights.
 
     Example: flaxen info google/flan-t5-small
     """
 
     model: tyro.conf.Positional[str]
-    """Checkpoint directory, hub id, or preset such as t5-small."""
+    """Checkpoint directory, Hugging Face hub id, or preset such as t5-small."""
     subfolder: str | None = None
-    """Subfolder of MODEL with the checkpoint, such as text_encoder_2 of a diffusion model. Default: MODEL itself."""
+    """Subfolder of MODEL that contains the checkpoint, such as text_encoder_2 of a diffusion model. Default: MODEL
+    itself."""
 
     def run(self, given_flags: set[str]) -> None:
         from rich.console import Console

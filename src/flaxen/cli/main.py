@@ -71,7 +71,7 @@ SECTIONS = {
     "Training": ("vocab", "preview", "train", "replay"),
     "Using a model": ("generate", "embed", "eval"),
     "Checkpoints": ("info", "export", "merge", "compose"),
-    "Measuring": ("bench",),
+    "Benchmarks": ("bench",),
 }
 ABOUT = """Train, evaluate and run T5, mT5, umT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX,
 with Hugging Face checkpoints."""

@@ -20,11 +20,11 @@ class Preview(Generic[S]):
 
     settings: Annotated[S, tyro.conf.arg(name="")]
     recipe: Path | None = None
-    """TOML file with settings; flags override it. The directory recipes/ has examples. Default: none."""
+    """TOML file with settings; flags override it. Examples are in recipes/ in the Flaxen repository. Default: none."""
     examples: int = 3
     """Number of examples to show."""
     step: int = 0
-    """Training step, from 0, whose batch the examples are taken from."""
+    """Training step, counted from 0, from whose batch the examples are taken."""
 
     def run(self, given_flags: set[str]) -> None:
         from rich.console import Console

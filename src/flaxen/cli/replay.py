@@ -19,9 +19,9 @@ class Replay:
     step: int
     """Training step to recompute, counted from 1 as in metrics.jsonl."""
     examples: int = 2
-    """Number of examples of the batch to show."""
+    """Number of examples to show from the batch."""
     weights: int = 12
-    """Number of weights to list, largest gradient first; non-finite gradients come before all others."""
+    """Number of weight tensors to list, those with non-finite gradients first, then by decreasing gradient norm."""
 
     def run(self, given_flags: set[str]) -> None:
         import jax

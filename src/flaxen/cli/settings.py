@@ -27,27 +27,29 @@ class ModelSettings:
     """Model to train: a checkpoint, or a preset or config.json with random weights."""
 
     init: str | None = None
-    """Checkpoint directory or hub id to start from. Default: random weights."""
+    """Checkpoint directory or Hugging Face hub id to start from. Default: random weights."""
     preset: str | None = None
-    """Configuration of a model with random weights: t5-small, t5-v1_1-base, byt5-small, vq-mini, …; for a captioner
-    two of them, as in vit-mini+gpt2-mini. `flaxen info PRESET` shows its sizes. Default: none."""
+    """Preset configuration for a new model with random weights: t5-small, t5-v1_1-base, byt5-small, vq-mini, …; for a
+    captioner, two presets joined by '+', such as vit-mini+gpt2-mini. `flaxen info PRESET` describes one. Default:
+    none."""
     config: Path | None = None
-    """Hugging Face config.json of a model with random weights. Default: none."""
+    """Hugging Face config.json for a new model with random weights. Default: none."""
     fields: tuple[str, ...] = ()
-    """Changes to the model's configuration, as name=value: d_model=256 n_layers=4 attention=full."""
+    """Changes to the model's configuration, as name=value, such as d_model=256 n_layers=4 attention=full."""
     tokenizer: str | None = None
-    """Directory or hub id of a tokenizer, or `bytes`. Default: the checkpoint's, or `bytes` for ByT5 and VQ presets."""
+    """Directory or hub id of a tokenizer, or `bytes` for raw bytes. Default: the checkpoint's tokenizer, or `bytes` for
+    ByT5 and VQ presets."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Data type of matrix products. Weights, optimizer state, norms, softmax and loss are always float32."""
     dropout: float | None = None
-    """Dropout rate, from 0 to below 1; T5 1.1, mT5 and ByT5 were pre-trained with 0. Default: the rate in the
-    configuration (T5: 0.1)."""
+    """Dropout rate, at least 0 and below 1; T5 1.1, mT5 and ByT5 were pre-trained with 0. Default: the rate in the
+    model's configuration, 0.1 for T5."""
     image_size: int | None = None
-    """Height and width of the images a captioner reads, in pixels; position embeddings are interpolated to it.
+    """Height and width of the images a captioner reads, in pixels; position embeddings are interpolated to match.
     Default: the model's image size."""
     remat: bool = False
-    """Rematerialise: store only the inputs of layers and recompute the rest in the backward pass. Saves memory,
-    costs about a fifth more time."""
+    """Rematerialise: store only the input of each layer and recompute the rest in the backward pass (gradient
+    checkpointing). Saves memory but takes about a fifth longer."""
 
     def __post_init__(self) -> None:
         if sum(start is not None for start in (self.init, self.preset, self.config)) != 1:
@@ -129,7 +131,7 @@ class Evaluation:
     batch_size: int = 16
     """Number of examples per batch; the metrics do not depend on it."""
     examples: int | None = None
-    """Evaluate on this many examples, from the start of the data. Default: all."""
+    """Number of examples to evaluate on, taken from the start of the data. Default: all."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -140,7 +142,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class DenoiseEvaluation(Evaluation):
-    """Compute loss, perplexity and accuracy of a T5 on held-out text with masked spans.
+    """Compute the loss, perplexity and accuracy of a T5 model on held-out text with masked spans.
 
     Example: flaxen eval denoise run/model --data.validation held-out.txt --objective.input-length 512
     """
@@ -150,12 +152,12 @@ class DenoiseEvaluation(Evaluation):
     batch_size: int = 32
     """Number of examples per batch; the metrics do not depend on it."""
     seed: int = 0
-    """Random seed of the masked spans; the seed of a training run reproduces that run's evaluation."""
+    """Random seed for the masked spans; use the seed of a training run to reproduce its evaluation."""
 
 
 @dataclass(frozen=True)
 class Seq2SeqEvaluation(Evaluation):
-    """Compute the loss of a T5 on pairs of texts, and ROUGE, BLEU, chrF and exact match of its generated text.
+    """Compute the loss of a T5 model on source/target pairs, and ROUGE, BLEU, chrF and exact match of its outputs.
 
     Example: flaxen eval seq2seq run/model --data.validation val.jsonl --data.source article --data.target summary
     """
@@ -163,9 +165,9 @@ class Seq2SeqEvaluation(Evaluation):
     data: Pairs = field(default_factory=Pairs)
     objective: Seq2SeqObjective = field(default_factory=Seq2SeqObjective)
     out: Path | None = None
-    """Write id, prediction and reference of every pair to this .jsonl file. Default: off."""
+    """Write the id, prediction and reference of every pair to this .jsonl file. Default: off."""
     loss_only: bool = False
-    """Compute the loss only, and generate nothing."""
+    """Compute only the loss, without generating text."""
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     @property
@@ -184,11 +186,11 @@ class CaptionEvaluation(Evaluation):
     data: Captions = field(default_factory=Captions)
     objective: CaptionObjective = field(default_factory=CaptionObjective)
     out: Path | None = None
-    """Write path, prediction and references of every image to this .jsonl file. Default: off."""
+    """Write the path, prediction and references of every image to this .jsonl file. Default: off."""
     sheet: Path | None = None
-    """Write a page that shows the images with their captions to this .html file. Default: off."""
+    """HTML file (.html) to write, which shows each image with its captions. Default: off."""
     loss_only: bool = False
-    """Compute the loss only, and generate nothing."""
+    """Compute only the loss, without generating text."""
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
 
     @property
@@ -199,7 +201,7 @@ class CaptionEvaluation(Evaluation):
 
 @dataclass(frozen=True)
 class LanguageEvaluation(Evaluation):
-    """Compute the loss of a language model in nats, as bits per byte or per dimension, and as word perplexity.
+    """Compute the loss of a language model in nats and in bits per byte or per dimension, and its word perplexity.
 
     Example: flaxen eval language run/model --data.train enwik8 --data.kind bytes --split test
     """

@@ -91,7 +91,7 @@ TASKS: dict[str, TaskRow] = {
     "language": TaskRow(
         about="Train a Transformer-VQ or GPT-2 language model on text, bytes or pixels.\n\n"
         "Example: flaxen train language --out run --model.preset vq-tiny --data.train enwik8 --data.kind bytes",
-        shows="Show the sequences that a language model will predict.\n\n"
+        shows="Show training sequences as the language model will see them.\n\n"
         "Example: flaxen preview language --model.preset vq-tiny --data.train enwik8 --data.kind bytes",
         settings=settings.LanguageSettings,
         evaluation=settings.LanguageEvaluation,

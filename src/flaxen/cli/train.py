@@ -26,11 +26,11 @@ class Train(Generic[S]):
 
     settings: Annotated[S, tyro.conf.arg(name="")]
     recipe: Path | None = None
-    """TOML file with settings; flags override it. The directory recipes/ has examples. Default: none."""
+    """TOML file with settings; flags override it. Examples are in recipes/ in the Flaxen repository. Default: none."""
     print_config: bool = False
     """Print all settings as a TOML recipe and exit."""
     quiet: bool = False
-    """Print no progress on standard error."""
+    """Do not print progress to standard error."""
 
     def run(self, given_flags: set[str]) -> None:
         settings = self.settings

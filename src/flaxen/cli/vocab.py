@@ -34,18 +34,19 @@ class Vocab:
     kind: Literal["sentencepiece", "bpe"] = "sentencepiece"
     """Type of tokenizer: sentencepiece normalises text and drops line breaks, as in T5; bpe preserves every byte."""
     size: int = 32000
-    """Total number of ids: special tokens, pieces and sentinels."""
+    """Vocabulary size: total number of special tokens, pieces and sentinels."""
     sentinels: int = 100
-    """Number of sentinel ids, which replace masked spans, at the end of the vocabulary."""
+    """Number of sentinel tokens, which stand for masked spans; their ids are the last of the vocabulary."""
     coverage: float = 0.9995
-    """SentencePiece: fraction of the text's characters that get their own piece; the rarest become unknown."""
+    """SentencePiece character coverage: fraction of the text's characters to include; the rarest become <unk>."""
     byte_fallback: bool = False
-    """SentencePiece: encode rare characters as bytes instead of <unk>. (transformers 5 ignores this: <unk>.)"""
+    """SentencePiece: encode rare characters as bytes instead of <unk>. transformers 5 ignores this and uses <unk>."""
     sample: int = 1_000_000
-    """SentencePiece: number of sentences, of at most 256 characters, sampled for training; a million may take 6 GB."""
+    """SentencePiece: number of sentences, of at most 256 characters, sampled for training; a million may need 6 GB of
+    memory."""
     model_type: ModelType = "unigram"
-    """SentencePiece: algorithm, unigram as in T5, or bpe on characters as in the Transformer-VQ paper for PG-19
-    (--kind bpe works on bytes). transformers 5 treats bpe as unigram and tokenizes differently."""
+    """SentencePiece algorithm: unigram, as in T5, or bpe on characters, as in the Transformer-VQ paper for PG-19
+    (--kind bpe works on bytes instead). transformers 5 treats bpe as unigram and tokenizes differently."""
 
     def run(self, given_flags: set[str]) -> None:
         from flaxen.hf.files import atomic_directory

@@ -44,17 +44,19 @@ class Captions(DataLocation):
     a Hugging Face dataset. Rows that share an image are merged into one image with several captions."""
 
     image: str = IMAGE
-    """Column with the image or its path. In metadata files, also `file_name`."""
+    """Column with the image or its path. A metadata file (metadata.csv, .jsonl or .parquet) may call it `file_name`
+    instead."""
     caption: str = CAPTION
-    """Column with a caption or a list of them, or a template ('{title}: {text}'). In metadata files, also `text`."""
+    """Column with a caption or a list of them, or a template such as '{title}: {text}'. A metadata file may call it
+    `text` instead."""
     images: Path | None = None
-    """Folder that image paths are relative to; images outside it are refused. Default: the folder of the table."""
+    """Folder that image paths are relative to; a path outside it is an error. Default: the table's folder."""
     unreadable: Wrong = "skip"
     """What to do with an image that cannot be read: skip and report it, or stop with an error."""
     empty: Wrong = "skip"
     """What to do with a blank caption: skip and report it, or stop with an error."""
     max_pixels: int = MAX_PIXELS
-    """Largest image to read, in pixels (width times height)."""
+    """Maximum image size, in pixels (width times height); larger images count as unreadable."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

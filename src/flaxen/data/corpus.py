@@ -38,21 +38,23 @@ class DataLocation:
     train: tuple[str, ...] = ()
     """Training files or glob patterns: .txt .jsonl .json .csv .tsv (each also with .gz) or .parquet."""
     validation: tuple[str, ...] = ()
-    """Validation files or glob patterns, used instead of a part of the training data."""
+    """Validation files or glob patterns, used instead of held-out training data."""
     validation_percent: float = 5.0
-    """Percentage of the training data, from its start, to validate on if there are no validation files or split."""
+    """Percentage of the training data to hold out for validation, taken from the start; ignored if there are validation
+    files or a validation split."""
     dataset: str | None = None
-    """Dataset to read instead of files: an id on the Hugging Face hub, or a save_to_disk directory. Default: none."""
+    """Dataset to read instead of files: a Hugging Face hub id, or a directory written by save_to_disk. Default:
+    none."""
     dataset_config: str | None = None
-    """Configuration (subset) of the dataset. Default: the dataset's own default."""
+    """Configuration (subset) of the dataset. Default: the dataset's default."""
     split: str = "train"
     """Split of the dataset to train on."""
     validation_split: str | None = None
-    """Split of the dataset to validate on. Default: a part of the training data."""
+    """Split of the dataset to validate on. Default: held-out training data."""
     streaming: bool = False
     """Stream the dataset from the hub instead of downloading it first."""
     invalid: Invalid = "error"
-    """What to do with bytes that are not UTF-8: stop with an error, or replace each by U+FFFD."""
+    """What to do with bytes that are not valid UTF-8: stop with an error, or replace them with U+FFFD."""
     cache: Path | None = None
     """Directory of the token cache. Default: flaxen/tokens in $XDG_CACHE_HOME or ~/.cache."""
 
@@ -95,7 +97,7 @@ class Corpus(DataLocation):
     column: str | None = None
     """Column that holds the text. Default: `text` if it exists, else the first column."""
     unit: Unit = "line"
-    """What one document is in a .txt file: a line, a paragraph (lines up to an empty one), or the whole file."""
+    """What counts as one document in a .txt file: a line, a paragraph (ended by a blank line), or the whole file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,7 +38,8 @@ class Pairs(DataLocation):
     target: str = "target"
     """Column with the text to generate, or a template of columns."""
     id: str | None = None
-    """Column with the id of a pair in predictions; '#' numbers the pairs. Default: `id` if it exists, else '#'."""
+    """Column with the id that identifies each pair in predictions, or '#' to number the pairs. Default: `id` if it
+    exists, else '#'."""
     empty: Empty = "error"
     """What to do with a pair whose source or target is blank: stop with an error, or skip it."""
 

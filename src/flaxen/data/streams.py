@@ -15,15 +15,19 @@ class LanguageData(Corpus):
     """Language-modelling data: texts, raw bytes, or images pixel by pixel."""
 
     kind: Literal["text", "bytes", "pixels"] = "text"
-    """Kind of data. text: tokenized documents, each ending in eos; bytes: raw bytes of files; pixels: images, row by
-    row and colour by colour, from .npz or .npy arrays [images, height, width, channels], folders, or .parquet."""
+    """Kind of data. text: tokenized documents, each followed by an end token; bytes: raw bytes of files; pixels: images
+    flattened by row, column and channel, from .npz or .npy arrays [images, height, width, channels], image folders, or
+    .parquet files."""
     test: tuple[str, ...] = ()
-    """Test files or glob patterns, used instead of a part of the training data."""
+    """Test files or glob patterns. Without them, text has no test data, and bytes and pixels are split by
+    data.shares."""
     shares: tuple[float, ...] | None = None
-    """Proportions of training, validation and test data, as three numbers of any scale (bytes and pixels only).
-    Splits with files of their own are excluded. Default: 90 5 5, or all for training if there are validation files."""
+    """Proportions in which the training data is split into training, validation and test data: three numbers, which
+    need not sum to 100 (bytes and pixels only). The number of a split that has its own files is ignored. Default: 90 5
+    5, or 100 0 0 if there are validation files."""
     image_size: int | None = None
-    """Side in pixels of the square that image files, not arrays, are cropped and scaled to. Default: not scaled."""
+    """Height and width, in pixels, that image files are cropped and resized to; arrays are not resized. Default: the
+    original size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

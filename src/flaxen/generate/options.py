@@ -35,44 +35,49 @@ class Options:
     """Options of greedy search, beam search and sampling; they override the checkpoint's generation_config.json."""
 
     max_new_tokens: int = 64
-    """Maximum number of generated tokens, end token included."""
+    """Maximum number of generated tokens, including the end token."""
     min_new_tokens: int = 0
-    """Minimum number of generated tokens before an end token is allowed."""
+    """Minimum number of tokens to generate before an end token is allowed."""
     num_beams: int = 1
     """Number of beams for beam search; 1 means greedy search or sampling."""
     num_return_sequences: int = 1
     """Number of outputs per input: the best beams, or independent samples."""
     length_penalty: float | None = None
-    """Exponent of the length by which beam scores are divided; above 0 favours longer outputs. Default: 1."""
+    """Length penalty for beam search: beam scores are divided by length to this power; values above 0 favour longer
+    outputs. Default: 1."""
     early_stopping: bool | Literal["never"] | None = None
-    """Stop once num_beams beams have finished (True), a better one is unlikely (False), or impossible ('never').
-    Default: False."""
+    """When beam search stops: once num_beams beams have finished (True), once a better one is unlikely (False), or once
+    a better one is impossible ('never'). Default: False."""
     do_sample: bool = False
-    """Sample tokens instead of taking the most likely one."""
+    """Sample each token instead of taking the most likely one."""
     seed: int = 0
     """Seed for sampling; the same seed and inputs give the same outputs, however they are batched."""
     temperature: float | None = None
     """Sampling temperature, above 0; the logits are divided by it. Default: 1."""
     top_k: int | None = None
-    """Sample among the k most likely tokens; 0 for all. Default: 50."""
+    """Top-k sampling: sample from the k most likely tokens; 0 means all tokens. Default: 50."""
     top_p: float | None = None
-    """Sample among the fewest tokens whose probabilities sum to at least p, 0 to 1. Default: off."""
+    """Top-p (nucleus) sampling: sample from the smallest set of tokens whose probabilities sum to at least p, above 0
+    and at most 1. Default: off."""
     min_p: float | None = None
-    """Sample among tokens at least this fraction as likely as the most likely one, 0 to 1. Default: off."""
+    """Min-p sampling: sample from tokens whose probability is at least this fraction of the highest, above 0 and at
+    most 1. Default: off."""
     nucleus: float | None = None
-    """Top-p by the rule of the original Transformer-VQ: p - 0.0001, so that even 1 cuts off a tail. Default: off."""
+    """Top-p sampling as in the original Transformer-VQ, which subtracts 0.0001 from p, so that even p = 1 excludes the
+    least likely tokens. Default: off."""
     repetition_penalty: float | None = None
-    """Penalty on tokens that already occurred: above 1 makes them less likely. Default: off."""
+    """Penalty for tokens that have already occurred; values above 1 make them less likely. Default: off."""
     no_repeat_ngram_size: int = 0
-    """Size of n-grams that may occur only once; 0 for no limit."""
+    """Never generate the same n-gram of this many tokens twice; 0 disables the check."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not be generated."""
+    """Sequences of token ids that must not be generated."""
     forced_bos_token_id: int | None = None
-    """Id of the token that every output starts with. Default: off."""
+    """Id of a token to force at the start of every output. Default: off."""
     forced_eos_token_id: int | None = None
-    """Id of the last token of an output that reaches max_new_tokens. Default: off."""
+    """Id of a token to force at the end of an output that reaches max_new_tokens. Default: off."""
     eos_token_id: tuple[int, ...] | None = None
-    """Ids of the tokens that end an output; without any, only max_new_tokens ends it. Default: the checkpoint's."""
+    """Ids of the tokens that end an output; if there are none, generation stops only at max_new_tokens. Default: the
+    checkpoint's end tokens."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_beams", "num_return_sequences"):

@@ -12,13 +12,14 @@ class DenoiseObjective:
     """Span corruption, the pre-training objective of T5. Target lengths follow from the input length."""
 
     input_length: int = 512
-    """Number of input tokens per example; ByT5 uses 1024."""
+    """Number of input tokens per example; ByT5 was pre-trained with 1024."""
     noise_density: float = 0.15
-    """Fraction of the tokens that is masked, 0 to 1."""
+    """Fraction of tokens to mask, above 0 and below 1."""
     mean_span: float | None = None
-    """Mean length of a masked span. Default: 3 tokens; 20 bytes for ByT5."""
+    """Mean length of a masked span, in tokens. Default: 3, or 20 for ByT5."""
     z_loss: float = 0.0
-    """Weight of the z-loss log²(Z), which keeps the logits from drifting; 1e-4 is common with bfloat16."""
+    """Weight of the z-loss log²(Z), where Z is the softmax denominator; keeps logits from drifting. 1e-4 is common with
+    bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,24 @@ class Seq2SeqObjective:
     """Sequence-to-sequence training: generate the target of each source."""
 
     source_length: int = 512
-    """Maximum number of tokens of a source, including its end token."""
+    """Maximum number of tokens per source, including the end token."""
     target_length: int = 128
-    """Maximum number of tokens of a target, including its end token."""
+    """Maximum number of tokens per target, including the end token."""
     long: Literal["truncate", "error"] = "truncate"
-    """Pairs longer than source_length or target_length: truncate them and report how many, or stop with an error."""
+    """What to do with pairs longer than source_length or target_length: truncate them and report how many, or stop with
+    an error."""
     batching: Literal["grouped", "packed"] = "grouped"
     """How batches are formed.
     grouped: pairs of similar length share a batch.
     packed: each of the training.batch_size rows holds several pairs that do not attend to each other."""
     shapes: int = 4
-    """Number of source lengths to pad to when grouped, and half as many target lengths; each shape compiles once."""
+    """Number of padded source lengths for grouped batches, with half as many target lengths; more lengths mean less
+    padding but more compilations."""
     label_smoothing: float = 0.0
     """Label smoothing: probability mass spread over all tokens, at least 0 and below 1."""
     z_loss: float = 0.0
-    """Weight of the z-loss log²(Z), which keeps the logits from drifting; 1e-4 is common with bfloat16."""
+    """Weight of the z-loss log²(Z), where Z is the softmax denominator; keeps logits from drifting. 1e-4 is common with
+    bfloat16."""
 
     def __post_init__(self) -> None:
         if self.source_length < 2 or self.target_length < 2 or self.shapes < 1:
@@ -65,17 +69,19 @@ class EvalGeneration:
     """Text generation at each evaluation: its outputs are scored and saved."""
 
     examples: int = 100
-    """Number of validation examples to generate for, taken from the start; 0 evaluates the loss only."""
+    """Number of validation examples to generate for, taken from the start of the data; 0 evaluates only the loss."""
     batch_size: int = 16
-    """Number of examples generated together."""
+    """Number of examples per batch for generation."""
     num_beams: int = 1
-    """Number of beams of beam search; 1 is greedy search."""
+    """Number of beams for beam search; 1 means greedy search."""
     length_penalty: float = 1.0
-    """Length penalty of beam search: a beam's log-probability is divided by its length to this power."""
+    """Length penalty for beam search: beam scores are divided by length to this power; values above 0 favour longer
+    outputs."""
     no_repeat_ngram_size: int = 0
     """Never generate the same n-gram of this many tokens twice; 0 disables the check."""
     max_new_tokens: int | None = None
-    """Maximum number of generated tokens. Default: objective.target_length or objective.length."""
+    """Maximum number of generated tokens, including the end token. Default: objective.target_length or
+    objective.length."""
 
     def __post_init__(self) -> None:
         if self.examples < 0 or self.batch_size < 1:
@@ -100,19 +106,20 @@ class LanguageObjective:
 
     length: int = 2048
     """Sequence length in tokens; the model's memory is reset after each sequence.
-    For images, a multiple of the number of values of one image."""
+    For pixels, it must be a multiple of the number of values per image."""
     update: int | None = None
-    """Number of tokens per training step, a divisor of length; memory carries over between the steps of a sequence.
-    Default: the whole sequence."""
+    """Number of tokens of each sequence per training step, which must divide length; memory carries over between the
+    steps of a sequence. Default: the whole sequence."""
     commit: float = 1e-4
     """Weight of the commitment loss, the distance between keys and their codes (Transformer-VQ only)."""
     normalise: Literal["tokens", "positions"] = "tokens"
     """What the loss is averaged over: tokens, or all positions including padding, as in the original Transformer-VQ."""
     codebooks: Literal["random", "data"] = "random"
-    """Initialise codebooks randomly, as the original does, or by k-means over the first batch (Transformer-VQ)."""
+    """How to initialise codebooks: randomly, as in the original, or by k-means on the first batch (Transformer-VQ
+    only)."""
     continued: bool = False
-    """Evaluate without resetting the model's memory between sequences.
-    Each row of an evaluation batch reads a contiguous part of the data as one text; with batch size 1, all of it."""
+    """Evaluate without resetting the model's memory between sequences. Each row of an evaluation batch reads a
+    contiguous part of the data as one long sequence; with batch size 1, all the data."""
 
     def __post_init__(self) -> None:
         update = self.length if self.update is None else self.update
@@ -135,13 +142,14 @@ class CaptionObjective:
     """Image captioning: generate the caption of an image."""
 
     length: int = 64
-    """Maximum number of tokens of a caption, including its end token; longer captions are truncated."""
+    """Maximum number of tokens per caption, including the end token; longer captions are truncated."""
     lowercase: bool = False
-    """Convert captions to lower case, as the old training script did."""
+    """Convert captions to lower case, as Hugging Face's run_image_captioning_flax.py does."""
     label_smoothing: float = 0.0
     """Label smoothing: probability mass spread over all tokens, at least 0 and below 1."""
     z_loss: float = 0.0
-    """Weight of the z-loss log²(Z), which keeps the logits from drifting; 1e-4 is common with bfloat16."""
+    """Weight of the z-loss log²(Z), where Z is the softmax denominator; keeps logits from drifting. 1e-4 is common with
+    bfloat16."""
 
     def __post_init__(self) -> None:
         if self.length < 2:

@@ -24,19 +24,22 @@ class Schedule:
     """Learning-rate schedule. Every schedule starts with a linear warmup."""
 
     name: Literal["linear", "cosine", "inverse-sqrt", "constant", "warmup-stable-decay"] = "cosine"
-    """Learning-rate schedule after the warmup.
-    linear and cosine decay to the floor; inverse-sqrt is peak · sqrt(warmup / step); constant stays at the peak;
-    warmup-stable-decay stays at the peak, then decays linearly to the floor over the last `decay` of the run."""
+    """Learning-rate schedule after the warmup. linear and cosine decay to the floor; inverse-sqrt is peak · sqrt(warmup
+    / step); constant stays at the peak; warmup-stable-decay stays at the peak, then decays linearly to the floor over a
+    final fraction of the run (schedule.decay)."""
     warmup: int | None = None
-    """Number of warmup steps, from a rate of 0 to the peak. Default: a fiftieth of the steps."""
+    """Number of warmup steps, during which the learning rate rises linearly to the peak. Default: a fiftieth of the
+    steps."""
     floor: float = 0.0
     """Final learning rate as a fraction of the peak, 0 to 1 (linear, cosine and warmup-stable-decay only)."""
     decay: float = 0.1
-    """Fraction of the run over which the rate decays (warmup-stable-decay only)."""
+    """Fraction of the run, at its end, over which the learning rate decays (warmup-stable-decay only)."""
     steps: int | None = None
-    """Number of steps the schedule spans; any further steps train at the floor. Default: the whole run."""
+    """Number of steps the schedule spans; after that, linear, cosine and warmup-stable-decay stay at the floor.
+    Default: the whole run."""
     reference: bool = False
-    """Reproduce the original Transformer-VQ schedule: the warmup starts at rate 0 (the original sets floor to 0.1)."""
+    """Reproduce the original Transformer-VQ schedule, whose very first step has learning rate 0; the original also sets
+    floor to 0.1."""
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 0:
@@ -55,30 +58,37 @@ class Optimizer:
     """Optimizer: update rule, learning rate, gradient clipping and frozen weights."""
 
     name: Literal["adamw", "adamw-rms", "adafactor", "lion", "muon"] = "adamw-rms"
-    """Optimizer. adamw-rms is AdamW with each weight's update scaled by the root mean square of that weight."""
+    """Optimizer. adamw-rms is AdamW with the update of each weight tensor scaled by the tensor's root mean square
+    (RMS)."""
     learning_rate: float | None = None
     """Peak learning rate. Default: adamw 1e-3, adamw-rms 2e-2, adafactor 1e-2, lion 1e-4, muon 1e-3."""
     weight_decay: float | None = None
-    """Decoupled weight decay, not applied to norms, biases and relative position biases. Default: 0."""
+    """Decoupled weight decay, not applied to norms, biases or relative position biases. Default: 0."""
     b1: float | None = None
-    """Decay rate of the first moment (adamw, adamw-rms, lion, Adam part of muon). Default: 0.9."""
+    """Beta1: decay rate of the first moment (adamw, adamw-rms, Adam part of muon); for lion, weight of the momentum in
+    the update. Default: 0.9."""
     b2: float | None = None
-    """Decay rate of the second moment (adamw, adamw-rms, lion, Adam part of muon). Default: 0.999; lion 0.99."""
+    """Beta2: decay rate of the second moment (adamw, adamw-rms, Adam part of muon); for lion, decay rate of the
+    momentum. Default: 0.999, or 0.99 for lion."""
     eps: float | None = None
-    """Adam's epsilon, added to the square root of the second moment (adamw, adamw-rms, muon). Default: 1e-8."""
+    """Adam's epsilon, added to the square root of the second moment (adamw, adamw-rms, Adam part of muon). Default:
+    1e-8."""
     momentum: float | None = None
     """Momentum (muon only). Default: 0.95."""
     clip: float = 1.0
     """Gradient clipping: maximum global norm of the gradient; 0 disables clipping."""
     codebook: float = 0.99
-    """Decay rate of the codebooks' running means, at least 0 and below 1 (Transformer-VQ only)."""
+    """Decay rate of the moving averages (EMA) that update the codebooks, at least 0 and below 1 (Transformer-VQ
+    only)."""
     restart: float = 0.0
-    """Restart threshold: a code used less often takes over half of a frequent one; 0: off (Transformer-VQ only)."""
+    """Restart threshold: a code whose average count falls below it is replaced with a noisy copy of a frequent code; 0
+    disables restarts (Transformer-VQ only)."""
     reference: bool = False
-    """Reproduce the original Transformer-VQ: weight decay not scaled by the rate, momentum of lion in bfloat16."""
+    """Reproduce the original Transformer-VQ optimizer: weight decay is not scaled by the learning rate, and lion's
+    momentum is bfloat16."""
     freeze: tuple[str, ...] = ()
-    """Weights to freeze, as globs over their paths: 'embedding.*', 'encoder.*'.
-    A glob without a match is an error that lists all paths."""
+    """Weights to freeze, as globs over their paths, such as 'embedding.*' or 'encoder.*'. If a glob matches nothing,
+    the error lists all paths."""
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "b1", "b2", "eps", "momentum"):
@@ -121,7 +131,8 @@ class LoRA:
     alpha: float | None = None
     """LoRA alpha: the low-rank update is scaled by alpha / rank. Default: 2 · rank."""
     targets: tuple[str, ...] = ()
-    """Linear layers to adapt, as globs over their paths: '*.attention.[qv]', '*.mlp.*'. Default: queries and values."""
+    """Linear layers to adapt, as globs over their paths, such as '*.attention.[qv]' or '*.mlp.*'. Default: query and
+    value projections."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -142,29 +153,31 @@ class Training:
     """Training length, batch size, evaluation and checkpoints."""
 
     steps: int | None = None
-    """Number of training steps. Default: given by epochs."""
+    """Number of training steps. Default: determined by epochs."""
     epochs: float | None = None
     """Number of passes over the training data; cannot be combined with steps. Default: 1, unless steps is given."""
     batch_size: int = 32
     """Number of examples per training step."""
     accumulate: int = 1
-    """Gradient accumulation: number of equal parts a batch is computed in, for the same update in less memory."""
+    """Gradient accumulation: number of micro-batches that each batch is split into; gives the same update with less
+    memory."""
     seed: int = 0
-    """Random seed of the initial weights, the order of the examples, their noise, and dropout."""
+    """Random seed for the initial weights, the order of the examples, their masked spans, and dropout."""
     log_every: int = 20
-    """Number of steps between log records of the training loss."""
+    """Number of steps between log entries with the training loss."""
     eval_every: int = 500
-    """Number of steps between evaluations; the last step is always evaluated. 0 evaluates only then."""
+    """Number of steps between evaluations; 0 evaluates only after the last step, which is always evaluated."""
     eval_batch_size: int | None = None
     """Number of examples per evaluation batch. Default: batch_size / accumulate."""
     eval_examples: int | None = None
-    """Number of validation examples to evaluate on, taken from the start. Default: all."""
+    """Number of validation examples to evaluate on, taken from the start of the data. Default: all."""
     save_every: int = 500
-    """Number of steps between checkpoints; the last step is always saved. 0 saves only then."""
+    """Number of steps between checkpoints; 0 saves only after the last step, which is always saved."""
     keep: int = 2
     """Number of most recent checkpoints to keep; older ones are deleted."""
     keep_best: str | None = None
-    """Validation metric (loss, rougeL, …) of the best checkpoint to keep and export to best/. Default: off."""
+    """Validation metric (loss, rougeL, …) that selects the best checkpoint, which is kept and exported to best/.
+    Default: off."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
