@@ -24,6 +24,7 @@ WIDTH = 80
 GROUPS = ("", "model", "data", "objective", "training", "optimizer", "schedule", "generation", "lora", "tracking")
 TITLES = {"": "Options", "lora": "LoRA options", "options": "Generation options"}
 ABOUT = {"options": "Options that are not given take the checkpoint's own values, if it has any."}
+CHOICES = {bool: (True, False)}
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -172,16 +173,19 @@ def _help(flag: Flag) -> str:
 
 
 def _metavar(flag: Flag) -> str:
+    """The placeholder for the value: the type, or the choices in braces."""
     if flag.positional:
         return flag.name.upper()
-    kind, several = flag.kind, ""
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        kind = next(one for one in typing.get_args(kind) if one is not type(None))
-    if typing.get_origin(kind) is tuple:
-        kind, several = typing.get_args(kind)[0], " ..."
-    if typing.get_origin(kind) is typing.Literal:
-        return "{" + ",".join(map(str, typing.get_args(kind))) + "}" + several
-    return METAVARS.get(kind, "VALUE") + several
+    kinds = [kind for kind in _alternatives(flag.kind) if kind is not type(None)]
+    several = " ..." if typing.get_origin(kinds[0]) is tuple else ""
+    if several:
+        kinds = [typing.get_args(kinds[0])[0]]
+    choices = [str(choice) for kind in kinds for choice in CHOICES.get(kind, typing.get_args(kind))]
+    return ("{" + ",".join(choices) + "}" if choices else METAVARS[kinds[0]]) + several
+
+
+def _alternatives(kind: Any) -> Sequence[Any]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else [kind]
 
 
 def _dashed(name: str) -> str:
