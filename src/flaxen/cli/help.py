@@ -24,7 +24,6 @@ WIDTH = 80
 GROUPS = ("", "model", "data", "objective", "training", "optimizer", "schedule", "generation", "lora", "tracking")
 TITLES = {"": "Options", "lora": "LoRA options", "options": "Generation options"}
 ABOUT = {"options": "Options that are not given take the checkpoint's own values, if it has any."}
-CHOICES = {bool: (True, False)}
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -178,10 +177,16 @@ def _metavar(flag: Flag) -> str:
         return flag.name.upper()
     kinds = [kind for kind in _alternatives(flag.kind) if kind is not type(None)]
     several = " ..." if typing.get_origin(kinds[0]) is tuple else ""
-    if several:
+    while typing.get_origin(kinds[0]) is tuple:
         kinds = [typing.get_args(kinds[0])[0]]
-    choices = [str(choice) for kind in kinds for choice in CHOICES.get(kind, typing.get_args(kind))]
+    choices = [str(choice) for kind in kinds for choice in _choices(kind)]
     return ("{" + ",".join(choices) + "}" if choices else METAVARS[kinds[0]]) + several
+
+
+def _choices(kind: Any) -> Sequence[Any]:
+    if kind is bool:
+        return (True, False)
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
 def _alternatives(kind: Any) -> Sequence[Any]:
