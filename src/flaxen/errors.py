@@ -9,9 +9,9 @@ class InputError(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean …?' if a known name is similar, else an empty string."""
+    """Return ' (did you mean …?)' if a known name is similar, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -120,7 +120,7 @@ def test_generate_and_eval(trained: Path, material: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "a"], "reads images; pass --image or --file"),
+        (["--text", "a"], "expects images; pass --image or --file"),
         (["--image", "{tmp}/none.png"], "none.png"),
         (["--image", "{tmp}/empty.png"], "empty.png"),
     ],
@@ -195,7 +195,7 @@ def test_unsupported_models_and_unknown_columns_are_reported(material: Path, byt
     place = arguments.index("--model.config")
     other = command(*arguments[:place], "--model.init", byt5, *arguments[place + 4 :])
     assert other.code == 1
-    assert "the task caption requires a model of type ViT + GPT-2 captioner; this one is a T5" in other.message
+    assert "the task caption requires a model of type ViT + GPT-2 captioner, got a T5" in other.message
     assert not (tmp_path / "run").exists()
 
 

@@ -84,7 +84,7 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2
-    assert "unknown command 'train denoize'; did you mean 'train denoise'?" in capsys.readouterr().err
+    assert "unknown command 'train denoize' (did you mean 'train denoise'?)" in capsys.readouterr().err
 
 
 def test_defaults_come_from_a_recipe(

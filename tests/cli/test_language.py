@@ -74,7 +74,10 @@ def test_train_evaluate_and_generate(text: Path) -> None:
     assert run("generate", "run/model", "--memory", "memory.npz", "--max-new-tokens", "16").out == direct
     run(*train("other", "--training.steps", "1"))
     fails(("generate", "other/model", "--memory", "memory.npz"), "other weights")
-    fails(("generate", "run/model", "--text", "a", "--save-memory", "m.npz", "--do-sample"), "generates nothing")
+    fails(
+        ("generate", "run/model", "--text", "a", "--save-memory", "m.npz", "--do-sample"),
+        "cannot be combined with --out",
+    )
     complete = Path("memory.npz").read_bytes()
     Path("memory.npz").write_bytes(complete[: len(complete) // 2])
     fails(("generate", "run/model", "--memory", "memory.npz"), "cannot read a memory")
@@ -192,7 +195,7 @@ def test_pixel_models_train_and_sample_images(text: Path) -> None:
     assert sorted(path.name for path in Path("drawn").iterdir()) == ["0000.png", "0001.png", "grid.png"]
     for flags, message in (
         (("5",), "a directory as --out"),
-        (("-1", "--out", "x"), "a number of at least 1"),
+        (("-1", "--out", "x"), "--sample-images must be at least 1"),
         (("2", "--out", "x", "--num-beams", "2"), "--num-beams cannot be combined with --sample-images"),
         (("2", "--out", "x", "--no-do-sample"), "--no-do-sample cannot be combined with --sample-images"),
         (("2", "--out", "x", "--json"), "--json cannot be combined with --sample-images"),
@@ -293,7 +296,7 @@ def test_missing_or_mismatched_checkpoints_are_errors(text: Path) -> None:
     run(*train("more", *start, "--model.fields", "block=8", "--training.steps", "1"))
     tokenizer = Path("run/model/tokenizer_config.json")
     tokenizer.write_text(tokenizer.read_text().replace('"extra_ids": 0', '"extra_ids": 4'))
-    fails(("generate", "run/model", "--text", "a"), "the tokenizer has 263 ids, but the model only 259")
+    fails(("generate", "run/model", "--text", "a"), "the tokenizer has 263 ids, but the model has only 259")
     Path("run/model/model.safetensors").unlink()
     fails(("generate", "run/model", "--text", "a"), "model.safetensors")
     assert config["model_type"] == "transformer_vq"

@@ -154,7 +154,7 @@ def test_resumed_run_equals_uninterrupted_run(material: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--data.target", "frist"], "unknown column 'frist'; did you mean 'first'?; available: id, word, first"),
+        (["--data.target", "frist"], "unknown column 'frist' (did you mean 'first'?); available: id, word, first"),
         (["--data.target", "number"], "line 1: expected text in column 'number', got int 0"),
         (["--data.train", "{material}/empty.jsonl"], "line 2: the target is empty"),
         (["--data.train", "{material}/twice.jsonl", "--data.id", "word"], "duplicate id 'ab', already used by pair 1"),

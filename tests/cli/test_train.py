@@ -286,7 +286,7 @@ def test_non_finite_loss_stops_the_run(material: Path, diverged: Done, inspected
 # --- Bad input -------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "no such file": (["--data.train", "{tmp}/txet.txt"], 1, "{tmp}/txet.txt does not exist; did you mean 'text.txt'?"),
+    "no such file": (["--data.train", "{tmp}/txet.txt"], 1, "{tmp}/txet.txt does not exist (did you mean 'text.txt'?)"),
     "empty corpus": (["--data.train", "{tmp}/empty.txt"], 1, "{tmp}/empty.txt contains no documents"),
     "smaller than an example": (["--data.train", "{tmp}/short.txt"], 1, "fewer than the 34 of one example"),
     "a binary file": (["--data.train", "{tmp}/binary.txt"], 1, "{tmp}/binary.txt looks like a binary file"),
@@ -295,14 +295,14 @@ BAD = {
     "no tokenizer": (["--model.tokenizer", "{tmp}/empty"], 1, "has no tokenizer; expected tokenizer.json"),
     "too many holes": (
         ["--objective.input-length", "256", "--objective.noise-density", "0.5", "--objective.mean-span", "1"],
-        1, "have 127 masked spans, but the tokenizer has only 100 sentinels; lower objective.input_length or raise",
+        1, "have 127 masked spans, but the tokenizer has only 100 sentinels; reduce objective.input_length or increase",
     ),
-    "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 is not divisible by training.accumulate=3"),
+    "pieces": (["--training.accumulate", "3"], 2, "batch_size=8 must be a multiple of training.accumulate=3"),
     "steps and epochs": (["--training.epochs", "2"], 2, "training.steps cannot be combined with training.epochs"),
     "two starts": (["--model.preset", "t5-small"], 2, "exactly one of model.init, model.preset and model.config"),
     "a flag": (["--training.stepz", "2"], 2, "--training.steps"),
     "warmup": (["--schedule.warmup", "6"], 1, "schedule.warmup=6 must be less than the 6 steps of the run"),
-    "metric": (["--training.keep-best", "los"], 1, "unknown metric 'los'; did you mean 'loss'?; available: loss, per"),
+    "metric": (["--training.keep-best", "los"], 1, "unknown metric 'los' (did you mean 'loss'?); available: loss, per"),
     "tracker": (["--tracking.wandb", "project"], 1, "requires wandb; install it with: pip install 'wandb'"),
     "recipe": (["--recipe", "{tmp}/none.toml"], 1, "{tmp}/none.toml does not exist; --recipe"),
     "a file as output": (["--out", "{tmp}/text.txt"], 1, "{tmp}/text.txt is a file"),
@@ -355,7 +355,7 @@ def test_unknown_preset_is_reported(material: Path, tmp_path: Path) -> None:
     done = command(
         *train_new_model(material, tmp_path / "run", "--model.preset", "t5-smal", "--model.tokenizer", "bytes")
     )
-    assert_rejected(done, 1, "unknown preset 't5-smal'; did you mean 't5-small'?")
+    assert_rejected(done, 1, "unknown preset 't5-smal' (did you mean 't5-small'?)")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -36,7 +36,7 @@ def test_vocabulary_is_written_and_reported(
     assert [path.name for path in out.parent.iterdir()] == ["vocabulary"]
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert "600, 20 of them sentinels" in printed.out
+    assert "600, including 20 sentinels" in printed.out
     assert "characters per token, 0." in printed.out
     assert printed.out.count("example ") == 3
     flags = f"--model.preset t5-v1_1-mini --model.tokenizer {out} --data.train '{corpus.train[0]}'"

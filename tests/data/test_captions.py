@@ -211,8 +211,8 @@ def test_captions_by_path_and_template(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({}, {"image": "imag"}, r"unknown column 'imag'; did you mean 'image'.*: image, caption; .*--data.image"),
-        ({}, {"caption": "captions"}, r"unknown column 'captions'; did you mean 'caption'.*--data.caption"),
+        ({}, {"image": "imag"}, r"unknown column 'imag' \(did you mean 'image'.*: image, caption; .*--data.image"),
+        ({}, {"caption": "captions"}, r"unknown column 'captions' \(did you mean 'caption'.*--data.caption"),
         ({"image": 5}, {}, r"line 2: expected text in column 'image', got int 5; .*--data.image"),
         ({"caption": 5}, {}, r"line 2: expected text in column 'caption', got int 5; .*--data.caption"),
         ({"caption": ["a", 5]}, {}, r"line 2: expected text in column 'caption', got int 5"),
@@ -224,7 +224,7 @@ def test_captions_by_path_and_template(folder: Path) -> None:
         ({"image": "/etc/passwd"}, {}, r"line 2: '/etc/passwd' resolves to .*outside the image folder"),
         ({"image": "link.png"}, {}, r"line 2: 'link.png' resolves to .*x.png, outside the image folder"),
         ({"image": "http://x.y/z.png"}, {}, r"line 2: expected the path of an image, got the URL"),
-        ({}, {"images": Path("nowhere")}, r"nowhere is not an existing folder; set --data.images"),
+        ({}, {"images": Path("nowhere")}, r"nowhere does not exist or is not a folder; set --data.images"),
         ({}, {"caption": "a.*.b"}, r"without \*"),
         ({}, {"max_pixels": 0}, r"max_pixels must be at least 1"),
     ],
@@ -254,7 +254,7 @@ def test_skipped_rows_are_reported(folder: Path) -> None:
         "line 8: the caption of 'dog.png' is empty",
     ]
     with pytest.raises(
-        InputError, match=r"expected images with captions, got none \(skipped 1, first: .*no\.png.*--data.images"
+        InputError, match=r"expected images with captions, got none; skipped 1 rows \(first: .*no\.png.*--data.images"
     ):
         read(write(folder / "b.jsonl", [{"image": "no.png", "caption": "x"}]))
     with pytest.raises(InputError, match=r"captions require a table"):
@@ -329,7 +329,7 @@ def test_pixels_equal_the_processed_images_and_failures_are_zeros(folder: Path, 
         pixels(read(path, unreadable="error"), [0, 3], processor, workers)
     with pytest.raises(InputError, match="different shapes"):
         pixels(captions, [0], ImageProcessor(size=None), workers)
-    assert pixels(read(path, max_pixels=5), [0], processor)[1] == [(0, "7 x 6 is more than 5 pixels")]
+    assert pixels(read(path, max_pixels=5), [0], processor)[1] == [(0, "it has 7 × 6 pixels, more than 5")]
 
 
 @pytest.mark.parametrize("kind", ["files", "parquet"])

@@ -53,9 +53,9 @@ def test_datasets_written_by_save_to_disk(tmp_path: Path) -> None:
     assert held is not None
     assert list(held.texts()) == ["b"]
     assert held.identity() != two.train_source().identity()
-    with pytest.raises(InputError, match=r"unknown split 'tset'; did you mean 'test'\?; available: train, test"):
+    with pytest.raises(InputError, match=r"unknown split 'tset' \(did you mean 'test'\?\); available: train, test"):
         Corpus(dataset=two.dataset, split="tset").train_source().identity()
-    with pytest.raises(InputError, match=r"unknown column 'txt'; did you mean 'text'\?; available: id, text"):
+    with pytest.raises(InputError, match=r"unknown column 'txt' \(did you mean 'text'\?\); available: id, text"):
         list(Corpus(dataset=one.dataset, column="txt").train_source().texts())
     with pytest.raises(InputError, match="row 1: expected text in column 'id', got int 1"):
         list(Corpus(dataset=one.dataset, column="id").train_source().texts())

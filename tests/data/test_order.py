@@ -120,7 +120,7 @@ def test_rows_of_a_batch_equal_a_slice_of_it(step: int, batch: int, n: int, seed
 
 @pytest.mark.parametrize("n", [0, -1, 2**40 + 1])
 def test_invalid_ranges_are_refused(n: int) -> None:
-    with pytest.raises(ValueError, match=r"expected n from 1 to 2\*\*40"):
+    with pytest.raises(ValueError, match=r"n must be between 1 and 2\*\*40"):
         permute(np.arange(1), n, (0, 0))
 
 

@@ -84,7 +84,7 @@ def test_ids_are_unique_or_numbered(tmp_path: Path) -> None:
         (
             {},
             {"target": "sumary"},
-            r"unknown column 'sumary'; did you mean.*; available: id, document, .*--data.target",
+            r"unknown column 'sumary' \(did you mean.*; available: id, document, .*--data.target",
         ),
         ({}, {"source": "x: {doc}"}, r"unknown column 'doc'; .*--data.source"),
         ({}, {"target": "n"}, r"line 1: expected text in column 'n', got int 1; .*--data.target"),

@@ -355,7 +355,9 @@ def test_rows_and_steps_are_uncorrelated() -> None:
 
 
 def test_more_noise_spans_than_sentinels_are_refused() -> None:
-    with pytest.raises(InputError, match=r"at most 27 noise spans.*got 28; raise mean_span or lower input_length"):
+    with pytest.raises(
+        InputError, match=r"28 masked spans, .* only 27 sentinels; reduce input_length or increase mean_span"
+    ):
         corrupt(rows_of(2, 568), T5, SENTINELS[:27], EOS, (0, 0))
     corrupt(rows_of(2, 568), T5, SENTINELS[:28], EOS, (0, 0))
 

@@ -119,5 +119,5 @@ def test_invalid_settings_are_refused(
     with pytest.raises(InputError, match=message):
         open_streams(LanguageData(**{"kind": "bytes", **changes}), BYTES)
     for shares in ((50.0, 50.0), (50.0, -10.0, 60.0), (0.0, 0.0, 0.0)):
-        with pytest.raises(InputError, match="shares must be three numbers"):
+        with pytest.raises(InputError, match="shares must be three non-negative numbers"):
             LanguageData(shares=shares)

@@ -167,7 +167,7 @@ def test_redundant_tensors_of_old_files_are_ignored(copy: Path) -> None:
         ({"num_head": 4}, "did you mean 'num_heads'"),
         ({"is_encoder_decoder": False}, "is_encoder_decoder=False is not supported"),
         ({"feed_forward_proj": "gated-mish"}, "mish"),
-        ({"d_model": "wide"}, "d_model must be int, got 'wide'"),
+        ({"d_model": "wide"}, "d_model must be of type int, got 'wide'"),
         ({"num_heads": -1}, "n_heads"),
     ],
     ids=str,
@@ -192,7 +192,7 @@ def test_presets_round_trip_through_config_json() -> None:
 def test_tokenizer_larger_than_the_vocabulary_is_rejected(tmp_path: Path) -> None:
     make_reference("t5-1.0", tmp_path / "model")  # 97 ids
     transformers.ByT5Tokenizer().save_pretrained(tmp_path / "model")  # 384 ids
-    with pytest.raises(InputError, match="tokenizer has 384 ids, but the model only 97"):
+    with pytest.raises(InputError, match="tokenizer has 384 ids, but the model has only 97"):
         flaxen.load(tmp_path / "model")
 
 

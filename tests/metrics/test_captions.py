@@ -95,11 +95,11 @@ def test_perfect_and_empty_captions() -> None:
 
 
 def test_invalid_inputs_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 predictions for 3 lists"):
+    with pytest.raises(ValueError, match="1 predictions and 3 lists"):
         score(PREDICTIONS[:1], REFERENCES)
     with pytest.raises(ValueError, match="item 1 has no reference"):
         score(["a", "b"], [["a"], []])
-    with pytest.raises(ValueError, match="got a text as an item"):
+    with pytest.raises(ValueError, match="got a single text"):
         score(["a dog"], ["a dog"])
 
 

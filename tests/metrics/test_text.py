@@ -32,7 +32,7 @@ def test_perfect_and_empty_texts() -> None:
     assert all(nothing[name] == 0 for name in ("rouge1", "rougeLsum", "exact_match"))
     assert score([" It rained in Spain. "], REFERENCES[1:])["exact_match"] == 100
     assert score([], []) == {}
-    with pytest.raises(ValueError, match="1 predictions for 2"):
+    with pytest.raises(ValueError, match="1 predictions and 2"):
         score(["a"], REFERENCES)
 
 

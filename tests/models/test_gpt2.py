@@ -123,7 +123,9 @@ def test_empty_prompt_begins_with_the_start_token(tmp_path: Path) -> None:
 def test_more_tokens_than_positions_are_rejected(tmp_path: Path) -> None:
     make_gpt2(tmp_path)
     loaded = flaxen.load(tmp_path)
-    with pytest.raises(InputError, match=r"prompt 1 has 50 tokens, which with max_new_tokens=20 .* 64 positions"):
+    with pytest.raises(
+        InputError, match=r"prompt 1 has 50 tokens, which together with max_new_tokens=20 .* 64 positions"
+    ):
         loaded.generate([[2], [3] * 50], max_new_tokens=20)
 
 

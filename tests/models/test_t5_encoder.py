@@ -98,7 +98,9 @@ def test_tokenizer_is_found_next_to_the_text_encoder(tmp_path: Path) -> None:
     done = command("info", tmp_path, "--subfolder", "text_encoder_3")
     assert done.code == 0, done.err
     assert "ByteTokenizer" in done.out
-    with pytest.raises(InputError, match=r"no subfolder 'text_encoder_2'; did you mean 'text_encoder_3'\?; available"):
+    with pytest.raises(
+        InputError, match=r"no subfolder 'text_encoder_2' \(did you mean 'text_encoder_3'\?\); available"
+    ):
         flaxen.load(tmp_path, subfolder="text_encoder_2")
 
 

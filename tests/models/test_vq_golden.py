@@ -158,7 +158,7 @@ def test_all_settings_of_the_original_are_required() -> None:
     assert files.original_config({**settings, "agg_cache": "0"}).aggregate is False
     misspelt = {name.replace("mem_len", "mem_length"): value for name, value in settings.items()}
     for wrong, message in (
-        (misspelt, r"missing settings.*: mem_len; did you mean 'mem_length'"),
+        (misspelt, r"missing settings.*: mem_len \(did you mean 'mem_length'"),
         ({**settings, "agg_cache": "no"}, "0 or 1"),
     ):
         with pytest.raises(InputError, match=message):

@@ -206,7 +206,9 @@ def test_changing_the_metric_forgets_the_best(later: str | None, tmp_path: Path)
 
 
 def test_unknown_metric_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"keep_best: unknown metric 'los'; did you mean 'loss'\?; available: loss, "):
+    with pytest.raises(
+        InputError, match=r"keep_best: unknown metric 'los' \(did you mean 'loss'\?\); available: loss, "
+    ):
         run_training(tmp_path / "run", keep_best="los")
     assert not (tmp_path / "run").exists()
 

@@ -243,7 +243,9 @@ def test_glob_without_match_lists_the_paths() -> None:
 @pytest.mark.parametrize("combine", [lora.attach, lora.merge])
 def test_adapter_of_another_model_is_refused(combine: Any) -> None:
     model = build(TINY)
-    with pytest.raises(InputError, match=r"does not have these layers of the adapter: decoder\.layers\.attention\.qkv"):
+    with pytest.raises(
+        InputError, match=r"adapter targets layers that the model does not have: decoder\.layers\.attention\.qkv"
+    ):
         combine(model, random_adapter(build(CAPTIONER), "decoder.*.qkv"), 1.0)
     wide = random_adapter(T5(dataclasses.replace(TINY, d_model=24)), "encoder.*.q")
     message = r"encoder\.layers\.attention\.q has shapes \(\(2, 24, 3\), .* expected \(\(2, 16, 3\), \(2, 3, 2, 4\)\)"

@@ -69,7 +69,9 @@ class BenchLanguage:
         _print_table(records)
         print(f"wrote {numbers}", file=sys.stderr)
         if all("error" in record for record in records):
-            raise InputError(f"all measurements failed, nothing to plot (first error: {records[0]['error']})")
+            raise InputError(
+                f"all measurements failed, so there is nothing to plot (first error: {records[0]['error']})"
+            )
         if find_spec("matplotlib") is None:
             print(
                 "skipped the plot: plotting requires matplotlib; install it with: pip install 'flaxen[plots]'",
@@ -97,7 +99,7 @@ class BenchLanguage:
                 raise InputError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not self.lengths or min(self.lengths) < 1:
             got = " ".join(map(str, self.lengths)) or "none"
-            raise InputError(f"--lengths must be one or more numbers of at least 1, got {got}")
+            raise InputError(f"--lengths must be one or more integers, each at least 1, got {got}")
         preset = families.preset(self.preset)
         if families.of_config(preset) is not families.TRANSFORMER_VQ:
             available = ", ".join(families.TRANSFORMER_VQ.presets)
@@ -113,11 +115,11 @@ class BenchLanguage:
         if update % block:
             flag = "--update" if update == self.update else "--lengths"
             raise InputError(
-                f"{flag} {update} is not a multiple of the model's block of {block}; change it, or choose a block that "
-                f"divides it: --fields block={math.gcd(update, block)}"
+                f"{flag} {update} must be a multiple of the model's block length {block}; change it, "
+                f"or set --fields block={math.gcd(update, block)}"
             )
         if length % update:
-            raise InputError(f"--lengths {length} is not a multiple of --update {update}; change one of them")
+            raise InputError(f"--lengths {length} must be a multiple of --update {update}; change one of them")
 
     def _check_out(self) -> None:
         """Create the output directory and an empty .json file, to fail early if they cannot be written."""

@@ -78,7 +78,8 @@ def build(settings: Settings) -> RunComponents:
         check_unused(settings, CODEBOOKS, "with a model without codebooks")
     if has_codebooks and settings.model.init is not None and settings.objective.codebooks == "data":  # type: ignore[attr-defined]
         raise InputError(
-            "--objective.codebooks data cannot be combined with --model.init: the checkpoint already has codebooks"
+            "--objective.codebooks data cannot be combined with --model.init, whose checkpoint already has codebooks; "
+            "remove it"
         )
     task = open_task(settings, setup)
     abstract, seed = setup.family.model(task.config), settings.training.seed
@@ -117,8 +118,9 @@ def _with_lora(
     options: LoRA = settings.lora
     if settings.optimizer.name in ("adamw-rms", "adafactor"):
         raise InputError(
-            f"optimizer {settings.optimizer.name} cannot train a LoRA adapter: it scales updates by the weights, which "
-            "start at 0; use --optimizer.name adamw --optimizer.learning-rate 1e-3"
+            f"optimizer {settings.optimizer.name} cannot train a LoRA adapter, because it scales updates by the "
+            "weights, and half of the adapter's matrices start at 0; "
+            "use --optimizer.name adamw --optimizer.learning-rate 1e-3"
         )
 
     def attach(adapter: Any, base: Any) -> Any:
@@ -160,9 +162,7 @@ def open_evaluation(name: str, evaluation: Any, setup: OpenedSetup, split: str) 
 
 def check_supported(task: str, family: Family) -> None:
     if task not in family.tasks:
-        raise InputError(
-            f"the task {task} requires a model of type {families.supporting(task)}; this one is a {family.name}"
-        )
+        raise InputError(f"the task {task} requires a model of type {families.supporting(task)}, got a {family.name}")
 
 
 def _nothing_else(files: RunFiles) -> None:
@@ -199,7 +199,7 @@ def open_setup(model: ModelSettings) -> OpenedSetup:
         tokenizer = load_named_tokenizer(model.tokenizer, family) if model.tokenizer else stored.tokenizer()
         if tokenizer is None:
             raise InputError(
-                f"{model.init} has no tokenizer files; choose a tokenizer with --model.tokenizer (eval: --tokenizer)"
+                f"{model.init} has no tokenizer; choose one with --model.tokenizer (flaxen eval: --tokenizer)"
             )
         loading.check_tokenizer(tokenizer, config, model.init)
     else:
@@ -229,7 +229,7 @@ def _load_tokenizer_of_new_model(model: ModelSettings, family: Family) -> Tokeni
     bytewise = family.byte_presets is not None and (model.preset or "").startswith(family.byte_presets)
     if model.tokenizer is None and not bytewise:
         raise InputError(
-            "--model.tokenizer is required for a model with random weights: a directory, a hub id, or bytes"
+            "--model.tokenizer is required for a model with random weights; expected a directory, a hub id or bytes"
         )
     return load_named_tokenizer(model.tokenizer or "bytes", family)
 
@@ -268,14 +268,14 @@ def changed(config: Any, fields: tuple[str, ...]) -> Any:
         name, equals, value = change.partition("=")
         if name not in types or not equals:
             raise InputError(
-                f"model.fields {change!r}: expected name=value{did_you_mean(name, types)}; "
+                f"model.fields {change!r}: expected name=value with a known name{did_you_mean(name, types)}; "
                 f"available: {', '.join(types)}"
             )
         try:
             booleans = {"true": True, "false": False, "1": True, "0": False}
             changes[name] = booleans[value.lower()] if types[name] is bool else types[name](value)
         except (KeyError, ValueError):
-            raise InputError(f"model.fields {name} must be {types[name].__name__}, got {value!r}") from None
+            raise InputError(f"model.fields {name} must be of type {types[name].__name__}, got {value!r}") from None
     try:
         return dataclasses.replace(config, **changes)
     except ValueError as error:

@@ -29,7 +29,7 @@ class Compose:
         captioner = compose(load(self.encoder), load(self.decoder), self.seed)
         captioner.save(self.out)
         new = "cross-attention" if captioner.model.bridge is None else "cross-attention and the bridge"
-        print(f"wrote {self.out}; its {new} must be trained: flaxen train caption --model.init {self.out} …")
+        print(f"wrote {self.out}; train its {new} with: flaxen train caption --model.init {self.out} …")
         if captioner.tokenizer is None:
             print(f"{self.decoder} has no tokenizer; choose one for training with --model.tokenizer", file=sys.stderr)
 
@@ -52,4 +52,4 @@ class Merge:
         from flaxen.pretrained import load
 
         load(self.model, adapter=self.adapter).save(self.out)
-        print(f"merged {self.adapter} into {self.model}: wrote {self.out}")
+        print(f"merged {self.adapter} into {self.model} and wrote {self.out}")

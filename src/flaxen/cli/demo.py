@@ -70,7 +70,7 @@ class Demo:
             _create_initial_model(vocabulary).save(start)
         console.print(
             "The model starts from random weights, except for two patterns that a large model learns in its first\n"
-            "thousands of steps: each token attends to its neighbours, and the decoder attends to the sentinel\n"
+            "few thousand steps: each token attends to its neighbours, and the decoder attends to the sentinel\n"
             "whose text it is restoring."
         )
         settings = DenoiseSettings(

@@ -53,8 +53,8 @@ class DemoLanguage:
         # Compressed size of the held-out text given the training text: xz of both, minus xz of the training text.
         compressed = 8 * (len(lzma.compress(text)) - len(lzma.compress(text[:cut]))) / (len(text) - cut)
         console.print(
-            f"{len(text):,} bytes in {corpus}; the last 5 % are held out. For comparison, xz compresses them to "
-            f"{compressed:.2f} bits per byte when it has seen the rest."
+            f"{len(text):,} bytes in {corpus}; the last 5 % are held out. For comparison, xz compresses the held-out "
+            f"bytes to {compressed:.2f} bits per byte after compressing the rest."
         )
 
         console.print("\n[bold]2. Training: predict the next byte[/bold]")
@@ -99,7 +99,7 @@ class DemoLanguage:
         console.print(f"[bold]4. Results[/bold] after {time.monotonic() - started:.0f} s")
         console.print(
             f"{files.model}  the trained model\n"
-            f"{files.codebooks}  a plot of how its codes are used\n"
+            f"{files.codebooks}  a plot of codebook usage\n"
             f"Its memory of a text takes {size:.2f} MB, however long the text is.\n\n"
             "Next, on your own file:\n"
             "  flaxen train language --out my-run --model.preset vq-tiny --data.train my-file --data.kind bytes\n"

@@ -69,7 +69,10 @@ class Embed:
         if self.out is not None and self.out.suffix not in (".npy", ".jsonl"):
             raise InputError(f"--out must end in .npy or .jsonl, got {self.out}")
         if self.out is not None and self.out.suffix == ".npy" and self.pooling == "none":
-            raise InputError("--pooling none cannot be written to .npy, as texts differ in length; use a .jsonl file")
+            raise InputError(
+                "embeddings with --pooling none cannot be written to .npy, because texts differ in length; "
+                "use a .jsonl file"
+            )
         texts, n = read_prompts(self.text, self.file, self.column)
 
         import flaxen

@@ -88,7 +88,9 @@ class Generate:
         # Options that were not set are left to the checkpoint's generation config.
         options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given_flags}
         if self.save_memory and (options or self.out or self.json or self.stream):
-            raise InputError("--save-memory generates nothing; remove --out, --json, --stream and search options")
+            raise InputError(
+                "--save-memory cannot be combined with --out, --json, --stream or generation options; remove them"
+            )
         if self.stream and (len(self.text) + len(self.image) != 1 or self.json or self.out):
             raise InputError("--stream requires a single --text or --image and cannot be combined with --json or --out")
         prompts, n = self._prompts()
@@ -99,7 +101,7 @@ class Generate:
         reads_images = pretrained.family.prompting.reads == "image"
         if (reads_images and self.text) or (self.image and not reads_images):
             expected = "images; pass --image" if reads_images else "text; pass --text"
-            raise InputError(f"{self.model} reads {expected} or --file")
+            raise InputError(f"{self.model} expects {expected} or --file")
         if reads_images and self.file is not None:
             folder = Path(self.file).parent
             prompts = ((id, str(folder / path)) for id, path in prompts)
@@ -114,7 +116,7 @@ class Generate:
             memory = Stored.load(self.memory, pretrained.config)
         if self.save_memory:
             pretrained.remember(self.text[0], memory).save(self.save_memory)
-            print(f"wrote {self.save_memory}: {self.save_memory.stat().st_size / 1e6:,.2f} MB", file=sys.stderr)
+            print(f"wrote {self.save_memory} ({self.save_memory.stat().st_size / 1e6:,.2f} MB)", file=sys.stderr)
             return
         if self.stream:
             for piece in pretrained.stream((*self.text, *self.image)[0], memory, **options):
@@ -130,7 +132,9 @@ class Generate:
     def _sample_images(self, given_flags: set[str]) -> None:
         """Sample images and write them to a directory as .png files, plus grid.png, which shows all of them."""
         if self.text or self.image or self.file is not None or self.out is None or self.sample_images < 1:
-            raise InputError("--sample-images requires a number of at least 1, a directory as --out, and no prompts")
+            raise InputError(
+                "--sample-images must be at least 1, requires a directory as --out, and cannot be combined with prompts"
+            )
         text_flags = ("memory", "save_memory", "json", "stream", "bad_words")
         if ignored := [name for name in text_flags if getattr(self, name)]:
             raise InputError(f"--{ignored[0].replace('_', '-')} cannot be combined with --sample-images")

@@ -80,7 +80,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise InputError(f"{where} must be {hint.__name__}, got {value!r}")
+        raise InputError(f"{where} must be of type {hint.__name__}, got {value!r}")
     return value
 
 

@@ -24,12 +24,12 @@ def draw(pretrained: Pretrained, n: int, directory: Path, batch_size: int, optio
     shape = getattr(pretrained.config, "image", ())
     if not shape:
         raise InputError(
-            "this model does not generate images; train one with: flaxen train language --data.kind pixels"
+            "this model does not generate images; train one that does with: flaxen train language --data.kind pixels"
         )
     unsupported = [name for name in options if name not in OPTIONS]
     if unsupported or not options.get("do_sample", True):
         flag = f"--{unsupported[0].replace('_', '-')}" if unsupported else "--no-do-sample"
-        raise InputError(f"{flag} cannot be combined with --sample-images; available: {', '.join(OPTIONS)}")
+        raise InputError(f"{flag} cannot be combined with --sample-images; supported options: {', '.join(OPTIONS)}")
     size = math.prod(shape)
     special = [[id] for id in range(pretrained.config.vocab_size) if not FIRST <= id < FIRST + 256]
     arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": size, **options}

@@ -137,7 +137,9 @@ class Evaluation:
         if self.batch_size < 1:
             raise InputError(f"--batch-size must be at least 1, got {self.batch_size}")
         if self.examples is not None and self.examples < 1:
-            raise InputError(f"--examples must be at least 1, got {self.examples}; remove it to evaluate on all")
+            raise InputError(
+                f"--examples must be at least 1, got {self.examples}; remove it to evaluate on all examples"
+            )
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class Vocab:
         n_characters, n_tokens = sum(map(len, excerpt)), max(1, sum(map(len, rows)))
         unknown = sum(id == tokenizer.unk_id for row in rows for id in row) / n_tokens
         print(f"wrote     {self.out}")
-        print(f"ids       {tokenizer.size:,}, {len(tokenizer.sentinels):,} of them sentinels")
-        print(f"text      {n_characters / n_tokens:.2f} characters per token, {unknown:.2%} unknown")
+        print(f"ids       {tokenizer.size:,}, including {len(tokenizer.sentinels):,} sentinels")
+        print(f"text      {n_characters / n_tokens:.2f} characters per token, {unknown:.2%} unknown tokens")
         for text in sorted(excerpt, key=len, reverse=True)[:3]:
             example = textwrap.shorten(text[:1000], 100, placeholder="") or text[:100]
             ids = tokenizer.encode(example, eos=False, specials=False)

@@ -105,7 +105,7 @@ class ImageColumn:
         kind = str(dataset.features.arrow_schema.field(self.column).type)
         if kind.removeprefix("large_") not in ("string", "binary") and "bytes: binary" not in kind:
             raise InputError(
-                f"{name}: expected images, their bytes or their paths in column {self.column!r}, got {kind:.60}; "
+                f"{name}: expected images, image bytes or image paths in column {self.column!r}, got {kind:.60}; "
                 "choose another column with --data.image"
             )
 
@@ -152,7 +152,8 @@ def read_parquet(path: Path, cache: Path | None) -> Any:
         import datasets
     except ImportError:
         raise InputError(
-            f"{path}: reading images from Parquet requires datasets; install it with: pip install 'flaxen[datasets]'"
+            f"{path}: reading images from Parquet requires the datasets package; "
+            "install it with: pip install 'flaxen[datasets]'"
         ) from None
     try:
         return datasets.Dataset.from_parquet(str(path), cache_dir=str(cache) if cache else None)

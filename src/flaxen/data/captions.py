@@ -73,7 +73,7 @@ class Captions(DataLocation):
             raise InputError(f"data.max_pixels must be at least 1, got {self.max_pixels}")
         if not self.image or not self.caption or Template(self.caption, "--data.caption").starred:
             raise InputError(
-                f"data.image and data.caption must name columns, without *, got {self.image!r} and {self.caption!r}"
+                f"data.image and data.caption must be column names without *, got {self.image!r} and {self.caption!r}"
             )
 
     def train_source(self) -> "CaptionSource":
@@ -129,7 +129,8 @@ class CaptionSource:
         columns = Columns(data.image, data.caption, data.invalid)
         if images and not images.is_dir():
             raise InputError(
-                f"{images} is not an existing folder; set --data.images to the folder that image paths are relative to"
+                f"{images} does not exist or is not a folder; "
+                "set --data.images to the folder that image paths are relative to"
             )
         if self.split:
             directory = Path(self.split.dataset).expanduser()
@@ -283,13 +284,15 @@ class _CaptionReader:
         """Return the complete set; raise if it has no images."""
         captions = self.captions
         if not captions:
-            folder = next((str(origin.folder) for origin in captions._origins if origin.folder), "nothing")
+            folder = next((str(origin.folder) for origin in captions._origins if origin.folder), "an unknown folder")
             skipped = (
-                f" (skipped {len(captions.problems):,}, first: {captions.problems[0]})" if captions.problems else ""
+                f"; skipped {len(captions.problems):,} rows (first: {captions.problems[0]})"
+                if captions.problems
+                else ""
             )
             raise InputError(
                 f"{captions.source.name}: expected images with captions, got none{skipped}; "
-                f"image paths are relative to {folder}, choose another folder with --data.images"
+                f"image paths are relative to {folder}; choose another folder with --data.images"
             )
         captions.digest = self.digest.hexdigest()
         return captions

@@ -74,7 +74,7 @@ class DataLocation:
         # Not checked in __post_init__: the command line builds the defaults before it reads the flags.
         if bool(self.train) == bool(self.dataset):
             got = "both" if self.train else "neither"
-            raise InputError(f"expected either files (--data.train) or a dataset (--data.dataset), got {got}")
+            raise InputError(f"exactly one of --data.train and --data.dataset is required, got {got}")
         return self._of_split(self.split) if self.dataset else self._of_files(find_files(self.train))
 
     def validation_source(self) -> DataSource | None:

@@ -94,7 +94,9 @@ def _blocks(path: Path, on_progress: OnProgress) -> Iterator[bytes]:
                 on_progress(raw.tell())
                 yield block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path} is not a valid gzip file: {error}; it may be truncated, download it again") from None
+        raise InputError(
+            f"{path} is not a valid gzip file: {error}; it may be truncated, so download it again"
+        ) from None
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -114,7 +116,7 @@ def decoded(path: Path, invalid: Invalid, on_progress: OnProgress) -> Iterator[s
             start = end - len(error.object) + error.start
             raise InputError(
                 f"{path}, line {line}: byte {start:,} (0x{error.object[error.start]:02x}) is not UTF-8; "
-                "convert the file (iconv -t UTF-8), or replace such bytes by U+FFFD with --data.invalid replace"
+                "convert the file (iconv -t UTF-8), or replace such bytes with U+FFFD (--data.invalid replace)"
             ) from None
         line += text.count("\n")
         if text and not begun:

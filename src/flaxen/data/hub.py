@@ -88,7 +88,7 @@ class DatasetRows:
             import datasets
         except ImportError:
             raise InputError(
-                "reading a dataset requires datasets; install it with: pip install 'flaxen[datasets]'"
+                "reading a dataset requires the datasets package; install it with: pip install 'flaxen[datasets]'"
             ) from None
         return datasets
 

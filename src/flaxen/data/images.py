@@ -39,7 +39,7 @@ def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image
     try:
         with _open_stream(source) as stream, Image.open(stream, formats=formats) as image:
             if image.width * image.height > max_pixels:
-                raise UnreadableImage(f"{image.width:,} x {image.height:,} is more than {max_pixels:,} pixels")
+                raise UnreadableImage(f"it has {image.width:,} × {image.height:,} pixels, more than {max_pixels:,}")
             image.load()
             op = Image.Transpose
             transpose = {
@@ -52,7 +52,7 @@ def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image
     except UnidentifiedImageError:
         raise UnreadableImage(f"not a valid image file; expected one of {', '.join(formats)}") from None
     except Image.DecompressionBombError:
-        raise UnreadableImage(f"more than {max_pixels:,} pixels") from None
+        raise UnreadableImage(f"it has more than {max_pixels:,} pixels") from None
     except Exception as error:  # on corrupt data Pillow raises nearly anything
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UnreadableImage(reason.splitlines()[0]) from None
@@ -61,7 +61,7 @@ def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image
 def _open_stream(source: bytes | Path) -> io.BytesIO | io.BufferedReader:
     if isinstance(source, bytes):
         if not source:
-            raise UnreadableImage("the image has no bytes")
+            raise UnreadableImage("the image is empty")
         return io.BytesIO(source)
     status = source.stat()
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would block forever
@@ -139,7 +139,7 @@ class ImageProcessor:
 
     def __post_init__(self) -> None:
         if self.size and self.shortest_edge:
-            raise InputError(f"expected size or shortest_edge, got {self.size} and {self.shortest_edge}")
+            raise InputError(f"size cannot be combined with shortest_edge, got {self.size} and {self.shortest_edge}")
         for name in ("size", "shortest_edge", "crop"):
             value = getattr(self, name)
             if value is not None and min(value if isinstance(value, tuple) else (value,)) < 1:
@@ -148,7 +148,7 @@ class ImageProcessor:
             raise InputError(f"resample must be between 0 and 5 (Pillow's filters), got {self.resample}")
         if (self.mean is None) != (self.std is None) or 0 in (self.std or ()):
             raise InputError(
-                f"expected both mean and std, std without zeros, or neither, got {self.mean} and {self.std}"
+                f"mean and std must be set together, and std must not contain 0, got {self.mean} and {self.std}"
             )
 
     @classmethod
@@ -169,7 +169,7 @@ class ImageProcessor:
             except (OSError, ValueError) as error:
                 raise InputError(f"cannot read {path}: {error}; download it again") from None
             if not isinstance(fields, dict):
-                raise InputError(f"{path}: expected a JSON object, got {fields!r:.60}")
+                raise InputError(f"{path} must contain a JSON object, got {fields!r:.60}")
             if key is None or key in fields:
                 return cls.from_json(fields if key is None else fields[key], str(path))
         return None
@@ -186,7 +186,7 @@ class ImageProcessor:
         for name, value in fields.items():  # a field that is null or false has no effect
             if name not in IDLE | VIT.keys() and not name.startswith("_") and value not in (None, False):
                 raise InputError(
-                    f"{where}: {name} = {value!r:.60} of {kind} is not supported{did_you_mean(name, VIT)}; "
+                    f"{where}: {name}={value!r:.60} of {kind} is not supported{did_you_mean(name, VIT)}; "
                     "remove the field if the model does not need it"
                 )
 
@@ -291,7 +291,7 @@ class ImageProcessor:
         longer = int(self.shortest_edge * long / short)
         if longer * self.shortest_edge > MAX_PIXELS:
             raise UnreadableImage(
-                f"{width:,} x {height:,} pixels is too narrow to resize the shortest edge to {self.shortest_edge}"
+                f"{width:,} × {height:,} pixels are too narrow to resize the shortest edge to {self.shortest_edge}"
             )
         return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
 

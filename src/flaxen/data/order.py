@@ -11,7 +11,7 @@ FAR = 2**192
 def permute(index: Int64[np.ndarray, "R"], n: int, key: tuple[int, int]) -> Int64[np.ndarray, "R"]:
     """Map each index through a pseudo-random permutation of 0 … n-1, in constant memory."""
     if not 1 <= n <= 2**40:
-        raise ValueError(f"expected n from 1 to 2**40, got {n}")
+        raise ValueError(f"n must be between 1 and 2**40, got {n}")
     if len(index) and (index.min() < 0 or index.max() >= n):
         raise ValueError(f"expected indices from 0 to {n - 1}, got {index.min()} to {index.max()}")
     words = np.array([part % 2**64 for part in key], np.uint64)

@@ -116,7 +116,9 @@ class Groups:
 def pack(lengths: Int64[np.ndarray, "P 2"], limits: PairLengths) -> list[list[int]]:
     """Pack pairs into rows: first-fit decreasing, with room for `limits` tokens of source and target per row."""
     if len(lengths) and (lengths > np.array(limits)).any():
-        raise InputError(f"cannot pack a pair longer than a row of {limits.source} and {limits.target} tokens")
+        raise InputError(
+            f"cannot pack a pair longer than a row ({limits.source} source and {limits.target} target tokens)"
+        )
     rows: list[list[int]] = []
     room = np.zeros((0, 2), np.int64)  # tokens left in each of the last OPEN_ROWS rows
     for number in np.lexsort((lengths[:, 1], lengths[:, 0]))[::-1]:

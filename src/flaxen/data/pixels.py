@@ -24,7 +24,7 @@ def open_pixels(places: tuple[str, ...], size: int | None) -> np.ndarray:
         if folder.is_dir():
             images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
             if not images:
-                raise InputError(f"{folder} contains no image; expected {', '.join(IMAGE_SUFFIXES)}")
+                raise InputError(f"{folder} contains no images; expected {', '.join(IMAGE_SUFFIXES)}")
             paths += images
         else:
             paths += find_files((place,), any_kind=True)
@@ -38,7 +38,7 @@ def _check_shapes(parts: list[np.ndarray]) -> None:
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) != 1:
         raise InputError(
-            f"expected images of one shape, got {', '.join(map(str, sorted(shapes)))}; set --data.image-size"
+            f"all images must have the same shape, got {', '.join(map(str, sorted(shapes)))}; set --data.image-size"
         )
 
 
@@ -69,7 +69,7 @@ def _read_array(path: Path) -> np.ndarray:
         raise
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(
-            f"cannot read {path}: {error}; expected images written by numpy.save or savez, download the file again"
+            f"cannot read {path}: {error}; expected images written by numpy.save or savez; download the file again"
         ) from None
     if array.ndim != 2:
         return array
@@ -77,7 +77,7 @@ def _read_array(path: Path) -> np.ndarray:
     side = round((array.shape[1] / 3) ** 0.5)
     if not side or 3 * side * side != array.shape[1]:
         rows = f"rows of {array.shape[1]} numbers"
-        raise InputError(f"{path}: expected square images of three colours, got {rows} in the array {name!r}")
+        raise InputError(f"{path}: expected square RGB images, got {rows} in the array {name!r}")
     return np.ascontiguousarray(array.reshape(-1, 3, side, side).transpose(0, 2, 3, 1))
 
 
@@ -88,9 +88,10 @@ def _select_array(file: Any, path: Path) -> tuple[str, np.ndarray]:
         array = np.asarray(file[name])  # a member that is not an array is read as bytes
         if name == "data" or (array.dtype == np.uint8 and array.ndim in (2, 4)):
             return name, array
-        rejected.append(f"{name}, {array.dtype} of {array.shape}")
+        rejected.append(f"{name}: {array.dtype} of shape {array.shape}")
     raise InputError(
-        f"{path}: expected an array `data`, or one of uint8 with 2 or 4 axes; got {'; '.join(rejected) or 'no array'}"
+        f"{path}: expected an array named `data`, or a uint8 array with 2 or 4 axes, "
+        f"got {'; '.join(rejected) or 'no array'}"
     )
 
 
@@ -98,7 +99,8 @@ def _check_images(array: np.ndarray, path: Path) -> np.ndarray:
     """Return the array if it has the dtype and shape of images, else raise."""
     if array.dtype != np.uint8 or array.ndim != 4 or not array.size:
         raise InputError(
-            f"{path}: expected uint8 of shape (images, height, width, channels), got {array.dtype} of {array.shape}"
+            f"{path}: expected uint8 of shape (images, height, width, channels), "
+            f"got {array.dtype} of shape {array.shape}"
         )
     if array.shape[3] not in (1, 3):
         raise InputError(f"{path}: expected images with 1 or 3 channels in the last axis, got shape {array.shape}")
@@ -114,13 +116,13 @@ def _cells(path: Path) -> list[Any]:
         table = parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(
-            f"cannot read {path}: {error}; expected Parquet with a column `image`, download the file again"
+            f"cannot read {path}: {error}; expected Parquet with a column named `image`; download the file again"
         ) from None
     names = [name for name in table.column_names if name in ("image", "img", "picture")]
     if not names:
-        raise InputError(f"{path}: expected a column `image`, got {', '.join(table.column_names) or 'none'}")
+        raise InputError(f"{path}: expected a column named `image`, got {', '.join(table.column_names) or 'none'}")
     if not len(table):
-        raise InputError(f"{path}: expected a row for each image, got no rows")
+        raise InputError(f"{path}: the table has no rows; expected one row per image")
     return [cell.get("bytes") if isinstance(cell, dict) else cell for cell in table[names[0]].to_pylist()]
 
 

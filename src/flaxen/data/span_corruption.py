@@ -68,8 +68,8 @@ def corrupt(
         raise ValueError(f"expected raw rows of {lengths.raw} tokens, got an array of shape {raw.shape}")
     if lengths.spans > len(sentinels):
         raise InputError(
-            f"expected at most {len(sentinels)} noise spans, one per sentinel of the tokenizer, "
-            f"got {lengths.spans}; raise mean_span or lower input_length"
+            f"the inputs have {lengths.spans} masked spans, but the tokenizer has only {len(sentinels)} sentinels; "
+            "reduce input_length or increase mean_span"
         )
     kept, noise = draw_ends(lengths, len(raw), key, first_row)
     kept_length, noise_length = np.diff(kept, prepend=0), np.diff(noise, prepend=0)

@@ -56,7 +56,9 @@ class TokenStore:
         """Return `length` tokens starting at each of `starts`, as int32 [len(starts), length]."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > self.n_tokens):
-            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {self.n_tokens} tokens")
+            raise IndexError(
+                f"rows of {length} tokens from {starts.min()} … {starts.max()} exceed the {self.n_tokens} tokens"
+            )
         result = np.empty((len(starts), length), np.int32)
         size = self._tokens.itemsize
         chunk = RESIDENT // (FAULT + length * size) + 1
@@ -119,7 +121,9 @@ class Tokens:
         """Return `length` tokens starting at each of `starts`, as int32; positions count from the start of the part."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
-            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {len(self)} tokens")
+            raise IndexError(
+                f"rows of {length} tokens from {starts.min()} … {starts.max()} exceed the {len(self)} tokens"
+            )
         return self.store.rows(starts + self.first, length)
 
 

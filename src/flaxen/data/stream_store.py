@@ -62,7 +62,9 @@ class ByteStream:
         """Return `length` tokens starting at each of `starts`, as int32 [len(starts), length]."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
-            raise IndexError(f"rows of {length} from {starts.min()} … {starts.max()} exceed the {len(self)} bytes")
+            raise IndexError(
+                f"rows of {length} bytes from {starts.min()} … {starts.max()} exceed the {len(self)} bytes"
+            )
         result = np.empty((len(starts), length), np.int32)
         for row, start in enumerate(starts):
             result[row] = self.array[self.first + start : self.first + start + length]
@@ -91,7 +93,7 @@ def open_streams(data: LanguageData, tokenizer: Tokenizer, progress: bool = True
         )
     patterns = {"train": data.train, "validation": data.validation, "test": data.test}
     if not data.train:
-        raise InputError("--data.train is required: name the files to train on")
+        raise InputError("--data.train is required; pass the files to train on")
     shape: tuple[int, ...] = ()
     arrays: dict[str, np.ndarray] = {}
     for name, files in patterns.items():
@@ -103,7 +105,7 @@ def open_streams(data: LanguageData, tokenizer: Tokenizer, progress: bool = True
             images = open_pixels(files, data.image_size)
             if shape and images.shape[1:] != shape:
                 raise InputError(
-                    f"data.{name}: got images of shape {images.shape[1:]}, expected {shape} as in data.train"
+                    f"data.{name}: expected images of shape {shape}, as in data.train, got {images.shape[1:]}"
                 )
             shape, arrays[name] = images.shape[1:], images.reshape(-1)
     return Splits(_split_bytes(data, arrays, int(np.prod(shape)) or 1), shape)
@@ -118,7 +120,7 @@ def _split_bytes(data: LanguageData, arrays: dict[str, np.ndarray], unit: int) -
     from_train = ["train"] + [name for name in SPLITS[1:] if name not in arrays]
     cuts = np.cumsum([share if name in from_train else 0.0 for name, share in zip(SPLITS, data.proportions)])
     if not cuts[-1]:
-        raise InputError(f"data.shares leaves nothing to train on, got {data.proportions}")
+        raise InputError(f"data.shares leaves no training data, got {data.proportions}")
     cuts = np.round(len(train) // unit * cuts / cuts[-1]).astype(int) * unit
     cuts[-1] = len(train)  # a remainder smaller than a unit belongs to the last split
     parts: dict[str, Stream] = {}

@@ -32,7 +32,7 @@ class LanguageData(Corpus):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shares is not None and (len(self.shares) != 3 or min(self.shares) < 0 or not sum(self.shares)):
-            raise InputError(f"data.shares must be three numbers of at least 0, not all 0, got {self.shares}")
+            raise InputError(f"data.shares must be three non-negative numbers that are not all 0, got {self.shares}")
 
         text = self.kind == "text"
         default = {field.name: field.default for field in dataclasses.fields(LanguageData)}

@@ -160,7 +160,8 @@ def _csv_rows(path: Path, choose: Choose, invalid: Invalid, on_progress: OnProgr
                 choose(header, str(path))
         elif len(row) > len(header):
             raise InputError(
-                f"{where}: got {len(row)} cells under a header of {len(header)}; quote cells that contain {separator!r}"
+                f"{where}: expected at most {len(header)} cells, as in the header, got {len(row)}; "
+                f"quote cells that contain {separator!r}"
             )
         elif row:  # skip empty lines
             yield where, dict.fromkeys(header) | dict(zip(header, row))
@@ -201,7 +202,7 @@ def _parquet_rows(path: Path, choose: Choose, invalid: Invalid, on_progress: OnP
                 on_progress(path.stat().st_size * row // file.metadata.num_rows)
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path}, row {row}: {error}; replace invalid bytes by U+FFFD with --data.invalid replace"
+            f"{path}, row {row}: {error}; replace such bytes with U+FFFD (--data.invalid replace)"
         ) from None
     except (pa.ArrowException, OSError) as error:
         raise InputError(
@@ -237,8 +238,8 @@ def text_cell(value: object, column: str, where: str, invalid: Invalid, flag: st
     if not value.isascii() and (half := SURROGATE.search(value)):
         if invalid == "error":
             raise InputError(
-                f"{where}: unpaired surrogate {half[0]!r} in column {column!r} is not a character; "
-                "replace such surrogates by U+FFFD with --data.invalid replace"
+                f"{where}: column {column!r} contains the unpaired surrogate {half[0]!r}, which is not a character; "
+                "replace such surrogates with U+FFFD (--data.invalid replace)"
             )
         return SURROGATE.sub("\ufffd", value)
     return value

@@ -256,7 +256,7 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     raise InputError(
         f"{directory}: expected tokenizer.json, spiece.model, vocab.json with merges.txt, or tokenizer_class "
         "ByT5Tokenizer, got only "
-        f"{', '.join(files)}; create a tokenizer.json with save_pretrained of transformers"
+        f"{', '.join(files)}; create a tokenizer.json with save_pretrained in transformers"
     )
 
 

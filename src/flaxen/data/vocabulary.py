@@ -146,7 +146,7 @@ def _explain(message: str, size: int, sentinels: int) -> InputError:
             "increase the size, or reduce the coverage"
         )
     if "required_chars_.empty()" in message:
-        return InputError("expected text to train a vocabulary on, got only white space and control characters")
+        return InputError("expected text to train a vocabulary on, got only whitespace and control characters")
     return InputError(f"SentencePiece cannot train on this text: {message}")
 
 

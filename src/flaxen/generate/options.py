@@ -152,11 +152,11 @@ def make_options(given: dict[str, Any], defaults: dict[str, Any] | None = None) 
         if name not in hints:
             hint = f"; {INSTEAD[name]}" if name in INSTEAD else did_you_mean(name, hints)
             origin = "" if name in given else " in the checkpoint's generation_config.json"
-            raise InputError(f"unsupported generation option {name!r}{origin}{hint}")
+            raise InputError(f"generation option {name!r}{origin} is not supported{hint}")
         value = _tuples(value)
         if name == "eos_token_id" and isinstance(value, int):
             value = (value,)
-        _require(_fits(value, hints[name]), f"{name} must be {_describe_type(hints[name])}, got {value!r}")
+        _require(_fits(value, hints[name]), f"{name} must be of type {_describe_type(hints[name])}, got {value!r}")
         checked[name] = value
     return Options(**checked)
 

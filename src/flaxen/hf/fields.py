@@ -52,7 +52,7 @@ def read(
         kind = type(getattr(config, name))
         # bool is a subclass of int, and an int is a valid float.
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-            problems.append(f"{name} must be {kind.__name__}, got {value!r}")
+            problems.append(f"{name} must be of type {kind.__name__}, got {value!r}")
     if problems:
         raise InputError(f"{what} has unsupported fields:\n  " + "\n  ".join(problems))
     return fields

@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         names = ", ".join(sorted(p.name for p in path.parent.iterdir())[:8]) or "nothing"
         model = path.parent / "model"
-        hint = f"; did you mean {model}?" if (model / path.name).exists() else ""
+        hint = f" (did you mean {model}?)" if (model / path.name).exists() else ""
         raise InputError(f"{path.parent} has no {path.name}; it contains {names}{hint}") from None
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None

@@ -58,7 +58,7 @@ class Memory:
         for name, leaf in expected.items():
             if name not in arrays or arrays[name].shape != leaf.shape:
                 got = arrays[name].shape if name in arrays else "nothing"
-                raise InputError(f"{path} is the memory of another model: expected {name} of {leaf.shape}, got {got}")
+                raise InputError(f"{path} belongs to another model: expected {name} of shape {leaf.shape}, got {got}")
         return Memory(from_file(arrays, config), unread, model)
 
 

@@ -83,7 +83,9 @@ def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: 
             problems.append(f"tensor {name!r} has shape {tensors.shape(name)}, expected {shape}")
     problems += [f"unexpected tensor {name!r}" for name in unexpected]
     if problems:
-        raise InputError(f"the weights do not match config.json, {len(problems)} problems:\n  " + "\n  ".join(problems))
+        raise InputError(
+            f"the weights do not match config.json ({len(problems)} problems):\n  " + "\n  ".join(problems)
+        )
 
     def fill(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         row = by_path[path]

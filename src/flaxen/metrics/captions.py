@@ -37,7 +37,7 @@ def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> tu
     """
     check(predictions, references)
     if any(isinstance(item_references, str) for item_references in references):
-        raise ValueError("references must be lists of texts, one list per prediction, got a text as an item")
+        raise ValueError("references must be lists of texts, one list per prediction, got a single text")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -134,8 +134,8 @@ def check(predictions: Sequence[object], references: Sequence[Sequence[object]])
     """Raise a ValueError unless there is a non-empty list of references for each prediction."""
     if len(predictions) != len(references):
         raise ValueError(
-            "expected a list of references per prediction, "
-            f"got {len(predictions)} predictions for {len(references)} lists"
+            "expected one list of references per prediction, "
+            f"got {len(predictions)} predictions and {len(references)} lists"
         )
     if not all(references):
         empty = [len(item_references) for item_references in references].index(0)

@@ -13,7 +13,8 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     """Compute all metrics in NAMES, from 0 to 100: BLEU and chrF over the corpus, the others as means over pairs."""
     if len(predictions) != len(references):
         raise ValueError(
-            f"expected a reference per prediction, got {len(predictions)} predictions for {len(references)} references"
+            "expected one reference per prediction, "
+            f"got {len(predictions)} predictions and {len(references)} references"
         )
     if not predictions:
         return {}

@@ -69,14 +69,14 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
         if self.rounded and self.form == "parallel":
             raise ValueError(
-                "form must be scan with reference=true in bfloat16 (rounding after each block), got parallel"
+                "form must be scan with reference=true in bfloat16, which rounds after each block, got parallel"
             )
         for name in ("embedding_dropout", "dropout", "position_drop", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         for name, ids in (("pad_id", (self.pad_id,)), ("start_id", (self.start_id,)), ("eos_ids", self.eos_ids)):
             if not all(0 <= token < self.vocab_size for token in ids):
-                raise ValueError(f"{name}={ids} is not in the vocabulary of {self.vocab_size}")
+                raise ValueError(f"{name}={ids} is not in the vocabulary of {self.vocab_size} tokens")
 
     def for_vocabulary(self, size: int, pad_id: int, eos_id: int) -> "Config":
         """Adapt to a tokenizer's vocabulary. Every text starts after an end token, as if it followed another text."""

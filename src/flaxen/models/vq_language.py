@@ -41,7 +41,7 @@ def check(config: Config, objective: Any) -> None:
     if chunk % config.block:
         raise ValueError(
             f"the update length of {chunk} tokens (objective.update, or objective.length) must be a multiple of the "
-            f"model's block of {config.block}; set --model.fields block={math.gcd(chunk, config.block)}"
+            f"model's block length {config.block}; set --model.fields block={math.gcd(chunk, config.block)}"
         )
     if full and chunk != objective.length:
         raise ValueError(

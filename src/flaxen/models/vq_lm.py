@@ -69,7 +69,9 @@ class VQLM(nnx.Module):
         """
         c = self.config
         if ids.shape[1] % c.block:
-            raise ValueError(f"{ids.shape[1]} tokens are not a multiple of the block, {c.block}")
+            raise ValueError(
+                f"the number of tokens must be a multiple of the block length {c.block}, got {ids.shape[1]}"
+            )
         state = initial_state(c, len(ids)) if state is None else state
         documents = number_documents(c, ids, state, valid) if documents is None else documents
         positions = token_positions(c, state, documents)

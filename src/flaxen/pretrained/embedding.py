@@ -79,7 +79,7 @@ class Embedder:
         prompt = f"{self._prefix}{text}" if isinstance(text, str) else text
         ids = self._pretrained.prompts.ids(prompt, what)
         if not ids:
-            raise InputError(f"{what} has no ids, so there is nothing to embed; remove it")
+            raise InputError(f"{what} has no tokens, so there is nothing to embed; remove it")
         if self.length is None or len(ids) <= self.length:
             return ids
         self.cut += 1

@@ -133,5 +133,6 @@ def check_tokenizer(tokenizer: Tokenizer | None, config: Any, where: Any) -> Non
     rows = getattr(config, "vocab_size", None)
     if tokenizer is not None and rows is not None and tokenizer.size > rows:
         raise InputError(
-            f"{where}: the tokenizer has {tokenizer.size:,} ids, but the model only {rows:,}; use a matching tokenizer"
+            f"{where}: the tokenizer has {tokenizer.size:,} ids, but the model has only {rows:,}; "
+            "use a matching tokenizer"
         )

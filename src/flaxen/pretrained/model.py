@@ -171,7 +171,7 @@ class Pretrained:
         generator = self._generator(options)
         settings = generator.options
         if settings.beams != 1:
-            raise InputError("stream generates one sequence; num_beams and num_return_sequences must be 1")
+            raise InputError("num_beams and num_return_sequences must be 1 with stream, which generates one sequence")
         if self.tokenizer is None:
             raise InputError("the checkpoint has no tokenizer; use generate() with lists of token ids")
         ((rows, inputs),) = self._batches([prompt], 1, settings.max_new_tokens, memory)

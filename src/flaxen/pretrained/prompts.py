@@ -42,8 +42,8 @@ class PromptReader:
         for i, ids in enumerate(encoded):
             if limit is not None and len(ids) + new > limit:
                 raise InputError(
-                    f"prompt {i} has {len(ids):,} tokens, which with max_new_tokens={new:,} exceeds the model's "
-                    f"{limit:,} positions; shorten the prompt or reduce max_new_tokens"
+                    f"prompt {i} has {len(ids):,} tokens, which together with max_new_tokens={new:,} exceed the "
+                    f"model's {limit:,} positions; shorten the prompt or reduce max_new_tokens"
                 )
         for rows, inputs in batches(encoded, batch_size, self.config.pad_id, left=rule.continues):
             yield rows, (*inputs, None) if rule.carries else inputs
@@ -106,7 +106,7 @@ class PromptReader:
             try:
                 image = open_image(Path(image).expanduser())
             except UnreadableImage as error:
-                raise InputError(f"image {index}, {image}: {error}") from None
+                raise InputError(f"cannot read image {index}, {image}: {error}") from None
         return self.processor(image)
 
     def check_ids(self, ids: Any, what: str, axes: int = 2) -> np.ndarray:

@@ -88,7 +88,7 @@ class Caption(Task):
                 notes.append(f"skipped {part.repeated:,} duplicate {name} captions")
             notes += [f"skipped in the {name} data: {problem}" for problem in part.problems[:5]]
             if len(part.problems) > 5:
-                notes.append(f"skipped in the {name} data: {len(part.problems) - 5:,} more")
+                notes.append(f"skipped {len(part.problems) - 5:,} more rows in the {name} data")
             if truncated := int((tokens.lengths > self.length).sum()):
                 notes.append(f"truncated {truncated:,} {name} captions to {self.length} tokens")
         return notes

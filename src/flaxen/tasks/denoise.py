@@ -44,14 +44,14 @@ class Denoise(Task):
         if self.lengths.spans > len(tokenizer.sentinels):
             raise InputError(
                 f"inputs of {objective.input_length} tokens have {self.lengths.spans} masked spans, but the tokenizer "
-                f"has only {len(tokenizer.sentinels)} sentinels; lower objective.input_length "
-                "or raise objective.mean_span"
+                f"has only {len(tokenizer.sentinels)} sentinels; reduce objective.input_length "
+                "or increase objective.mean_span"
             )
         self.examples, self.validation_examples = len(train) // self.lengths.raw, len(validation) // self.lengths.raw
         if not self.examples:
             raise InputError(
                 f"the training text has {len(train):,} tokens, fewer than the {self.lengths.raw} of one example; "
-                "add text or lower objective.input_length"
+                "add text or reduce objective.input_length"
             )
         self._train, self._validation = train, validation
         self.tokens = self.lengths.inputs + self.lengths.targets

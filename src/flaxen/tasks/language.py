@@ -107,7 +107,7 @@ class Language(Task):
         if data.shape and objective.length % math.prod(data.shape):
             raise InputError(
                 f"objective.length={objective.length} must be a multiple of {math.prod(data.shape)}, the number "
-                f"of values of an image of shape {data.shape}"
+                f"of values in an image of shape {data.shape}"
             )
         self.architecture, self.objective, self.tokenizer, self.data = architecture, objective, tokenizer, data
         self.config: Any = config
@@ -151,8 +151,8 @@ class Language(Task):
         largest = max(int(stream.rows(np.array([start]), n).max()) for start in (0, len(stream) - n))
         if largest >= self.config.vocab_size:
             raise InputError(
-                f"the {name} data contains token id {largest}, but the model's last is {self.config.vocab_size - 1}; "
-                "the tokenizer does not match the model"
+                f"the {name} data contains token id {largest}, but the model's largest id is "
+                f"{self.config.vocab_size - 1}; use a matching tokenizer"
             )
 
     def batch(self, step: int, size: int, rows: slice = slice(None)) -> Batch:

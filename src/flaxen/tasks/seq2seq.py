@@ -83,7 +83,7 @@ class Seq2Seq(Task):
             raise InputError(
                 f"{part.source.name}: the {SIDES[side]} of {name} pair {number + 1} has {part.lengths[number, side]:,} "
                 f"tokens, more than objective.{SIDES[side]}_length={self.limits[side]} ({over.any(axis=1).sum():,} "
-                "pairs are too long in total); raise the limit, or truncate them with --objective.long truncate"
+                "pairs are too long in total); increase the limit, or truncate them with --objective.long truncate"
             )
         return np.minimum(part.lengths, np.array(self.limits))
 

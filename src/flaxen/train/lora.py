@@ -122,7 +122,7 @@ def check_fit(model: Any, adapter: Adapter) -> dict[str, tuple[Sizes, Sizes, Siz
     missing = [path for path in adapter if path not in layers]
     if missing:
         raise InputError(
-            f"the model does not have these layers of the adapter: {', '.join(missing)}"
+            f"the adapter targets layers that the model does not have: {', '.join(missing)}"
             f"{did_you_mean(missing[0], layers)}"
         )
     splits = {path: split(path, layers[path]) for path in adapter}

@@ -119,7 +119,7 @@ def check(directory: Path, config: dict[str, Any], complete: Complete = dict) ->
     `complete` adds the defaults of settings that did not exist yet when the run was started.
     """
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"{directory} is a file; --out must be a directory")
+        raise InputError(f"--out {directory} is a file; expected a directory")
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     # Without config.toml, accept only what a process killed at the very start leaves behind: checkpoints without their
     # settings could belong to any run.

@@ -94,7 +94,9 @@ class Optimizer:
         for name in ("weight_decay", "b1", "b2", "eps", "momentum"):
             if getattr(self, name) is not None and name not in OPTIONS[self.name]:
                 known = ", ".join(OPTIONS[self.name])
-                raise InputError(f"optimizer {self.name} has no option {name}, only {known}; remove optimizer.{name}")
+                raise InputError(
+                    f"optimizer.{name} has no effect with optimizer.name {self.name}, which has only {known}; remove it"
+                )
         if self.peak <= 0 or self.clip < 0:
             raise InputError(
                 "optimizer.learning_rate must be positive, and optimizer.clip at least 0, "
@@ -199,7 +201,7 @@ class Training:
                 raise InputError(f"training.{name} must be at least 0, got {getattr(self, name)}")
         if self.batch_size % self.accumulate:
             raise InputError(
-                f"training.batch_size={self.batch_size} is not divisible by training.accumulate={self.accumulate}; "
+                f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}; "
                 "change one of them"
             )
 

@@ -65,7 +65,7 @@ class Stepper:
         if best is not None and best not in metrics:
             raise InputError(f"training.keep_best: {unknown('metric', best, metrics)}")
         if best is not None and next(iter(task.evaluation(1, 1)), None) is None:
-            raise InputError(f"training.keep_best={best!r} requires validation data, and there is none")
+            raise InputError(f"training.keep_best={best!r} requires validation data, but there is none")
         self.steps = training.length(task.examples)
         self.rate = optim.learning_rate(schedule, optimizer.peak, self.steps)
         self.task, self.training = task, training
