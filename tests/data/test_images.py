@@ -160,7 +160,7 @@ def test_broken_file_is_named(tmp_path: Path) -> None:
 
 def test_very_narrow_image_is_refused_before_resizing() -> None:
     clip = ImageProcessor.from_json({"image_processor_type": "CLIPImageProcessor"})
-    with pytest.raises(UnreadableImage, match="1 × 30,000 pixels are too narrow"):
+    with pytest.raises(UnreadableImage, match="1 × 30,000 pixels: too narrow"):
         clip(Image.new("RGB", (1, 30_000)))
 
 

@@ -98,7 +98,7 @@ def test_rows_are_slices_of_the_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     rows[:] = 0  # rows are a copy: the file is not changed
     np.testing.assert_array_equal(store.rows(starts[:1], 20), [tokens[starts[0] : starts[0] + 20]])
     for view, wrong in [(store, [-1]), (store, [store.n_tokens - 19]), (part, [-1]), (part, [81])]:
-        with pytest.raises(IndexError, match="rows of 20 from"):
+        with pytest.raises(IndexError, match="rows of 20 tokens"):
             view.rows(np.array(wrong), 20)
 
 

@@ -93,7 +93,9 @@ class BenchLanguage:
             raise InputError(f"--models must be one or more of {', '.join(FORMS)}, got {', '.join(unknown) or 'none'}")
         reserved = [field for field in self.fields if field.split("=")[0].strip() in ("attention", "form")]
         if reserved:
-            raise InputError(f"--fields {' '.join(reserved)} is set by --models; remove it")
+            raise InputError(
+                f"--fields cannot contain {' '.join(reserved)}, because --models sets this; remove it from --fields"
+            )
         for name in ("repeats", "update", "cores"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"--{name} must be at least 1, got {getattr(self, name)}")

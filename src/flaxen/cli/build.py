@@ -229,7 +229,8 @@ def _load_tokenizer_of_new_model(model: ModelSettings, family: Family) -> Tokeni
     bytewise = family.byte_presets is not None and (model.preset or "").startswith(family.byte_presets)
     if model.tokenizer is None and not bytewise:
         raise InputError(
-            "--model.tokenizer is required for a model with random weights; expected a directory, a hub id or bytes"
+            "--model.tokenizer is required for a model with random weights; expected a directory, a hub id "
+            "or the word 'bytes'"
         )
     return load_named_tokenizer(model.tokenizer or "bytes", family)
 

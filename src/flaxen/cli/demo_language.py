@@ -19,7 +19,7 @@ PROMPTS = ("The function returns", "If the argument is ")
 
 @dataclass(frozen=True)
 class DemoLanguage:
-    """Train a small Transformer-VQ model on the bytes of Python's documentation and sample text (about 3 minutes on a
+    """Train a small Transformer-VQ model on the bytes of Python's documentation and generate text (about 3 minutes on a
     CPU).
 
     Example: flaxen demo language --out flaxen-demo-language
@@ -100,7 +100,7 @@ class DemoLanguage:
         console.print(
             f"{files.model}  the trained model\n"
             f"{files.codebooks}  a plot of codebook usage\n"
-            f"Its memory of a text takes {size:.2f} MB, however long the text is.\n\n"
+            f"The model's memory of a text takes {size:.2f} MB, however long the text is.\n\n"
             "Next, on your own file:\n"
             "  flaxen train language --out my-run --model.preset vq-tiny --data.train my-file --data.kind bytes\n"
             f"  flaxen generate {files.model} --text 'The list' --do-sample --stream\n"

@@ -45,7 +45,8 @@ class Embed:
     """Output file: .npy (float32, one row per text) or .jsonl. The file is created only when it is complete; if
     interrupted, rerun the command to resume. Default: JSON lines on standard output."""
     pooling: Literal["mean", "first", "cls", "max", "none"] | None = None
-    """How to pool the token vectors of a text into one vector; 'none' outputs one vector per token (not for .npy).
+    """How to pool the token vectors of a text into one vector; 'cls' is another name for 'first'; 'none' outputs one
+    vector per token (not for .npy).
     Default: the checkpoint's pooling, else mean."""
     normalise: bool = False
     """Normalise each embedding to unit length (L2 norm 1). Default: the checkpoint's setting, else off."""

@@ -40,7 +40,7 @@ class ModelSettings:
     """Directory or hub id of a tokenizer, or `bytes` for raw bytes. Default: the checkpoint's tokenizer, or `bytes` for
     ByT5 and VQ presets."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """Data type of matrix products. Weights, optimizer state, norms, softmax and loss are always float32."""
+    """Data type of matrix products. Weights, optimizer state, norms, softmax and loss stay in float32."""
     dropout: float | None = None
     """Dropout rate, at least 0 and below 1; T5 1.1, mT5 and ByT5 were pre-trained with 0. Default: the rate in the
     model's configuration, 0.1 for T5."""
@@ -210,5 +210,7 @@ class LanguageEvaluation(Evaluation):
 
     data: LanguageData = field(default_factory=LanguageData)
     objective: LanguageObjective = field(default_factory=LanguageObjective)
+    batch_size: int = 16
+    """Number of examples per batch; the metrics do not depend on it, except with --objective.continued."""
     split: Literal["validation", "test"] = "validation"
     """Part of the data to evaluate on."""

@@ -54,7 +54,7 @@ NOT_IN_PREVIEW = (
 )  # fmt: skip
 TASKS: dict[str, TaskRow] = {
     "denoise": TaskRow(
-        about="Pre-train T5, mT5, ByT5 or LongT5 on plain text by span corruption.\n\n"
+        about="Pre-train T5, mT5, umT5, ByT5 or LongT5 on plain text by span corruption.\n\n"
         "Example: flaxen train denoise --out run --model.preset byt5-small --data.train 'texts/*.txt'",
         shows="Show denoising examples: the text, the input with masked spans, and the target.\n\n"
         "Example: flaxen preview denoise --model.preset byt5-small --data.train 'texts/*.txt'",
@@ -65,7 +65,7 @@ TASKS: dict[str, TaskRow] = {
         not_in_evaluation=("objective.z_loss",),
     ),
     "seq2seq": TaskRow(
-        about="Fine-tune T5, mT5, ByT5 or LongT5 on pairs of source and target text.\n\n"
+        about="Fine-tune T5, mT5, umT5, ByT5 or LongT5 on pairs of source and target text.\n\n"
         "Example: flaxen train seq2seq --out run --model.init google/flan-t5-small --data.train train.jsonl "
         "--data.source article --data.target summary",
         shows="Show pairs of source and target text as the model will see them.\n\n"

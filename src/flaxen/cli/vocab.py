@@ -36,7 +36,7 @@ class Vocab:
     size: int = 32000
     """Vocabulary size: total number of special tokens, pieces and sentinels."""
     sentinels: int = 100
-    """Number of sentinel tokens, which stand for masked spans; their ids are the last of the vocabulary."""
+    """Number of sentinel tokens, which stand for masked spans; they take the last ids of the vocabulary."""
     coverage: float = 0.9995
     """SentencePiece character coverage: fraction of the text's characters to include; the rarest become <unk>."""
     byte_fallback: bool = False

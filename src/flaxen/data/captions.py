@@ -43,6 +43,9 @@ class Captions(DataLocation):
     """Images with captions: .jsonl .json .csv .tsv .parquet files, COCO annotations, folders with a metadata file, or
     a Hugging Face dataset. Rows that share an image are merged into one image with several captions."""
 
+    train: tuple[str, ...] = ()
+    """Training tables or glob patterns: .jsonl .json .csv .tsv .parquet, COCO annotations, or folders with a metadata
+    file."""
     image: str = IMAGE
     """Column with the image or its path. A metadata file (metadata.csv, .jsonl or .parquet) may call it `file_name`
     instead."""

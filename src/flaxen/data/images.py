@@ -291,7 +291,8 @@ class ImageProcessor:
         longer = int(self.shortest_edge * long / short)
         if longer * self.shortest_edge > MAX_PIXELS:
             raise UnreadableImage(
-                f"{width:,} × {height:,} pixels are too narrow to resize the shortest edge to {self.shortest_edge}"
+                f"the image has {width:,} × {height:,} pixels: too narrow to resize its shortest edge to "
+                f"{self.shortest_edge}"
             )
         return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
 

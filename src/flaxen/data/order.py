@@ -36,7 +36,7 @@ def examples(step: int, rows: tuple[int, int], batch: int, n: int, seed: int) ->
     if n < 1:
         raise ValueError(f"expected at least one example, got n={n}")
     if not 0 <= first <= first + count <= batch:
-        raise ValueError(f"expected rows within a batch of {batch}, got {count} from row {first}")
+        raise ValueError(f"expected rows within a batch of {batch} rows, got {count} rows starting at row {first}")
     start = step * batch + first
     stop = start + count
     # Batches do not stop at the end of an epoch: one batch may hold the end of an epoch and the start of the next.

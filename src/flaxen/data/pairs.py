@@ -33,6 +33,8 @@ class Pairs(DataLocation):
     per item of that list.
     """
 
+    train: tuple[str, ...] = ()
+    """Training files or glob patterns: .jsonl .json .csv .tsv (each also with .gz) or .parquet."""
     source: str = "source"
     """Column with the input text, or a template of columns such as 'summarize: {document}'."""
     target: str = "target"

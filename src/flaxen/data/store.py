@@ -57,7 +57,8 @@ class TokenStore:
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > self.n_tokens):
             raise IndexError(
-                f"rows of {length} tokens from {starts.min()} … {starts.max()} exceed the {self.n_tokens} tokens"
+                f"rows of {length} tokens at positions {starts.min()} … {starts.max()} "
+                f"extend past the end, {self.n_tokens}"
             )
         result = np.empty((len(starts), length), np.int32)
         size = self._tokens.itemsize
@@ -122,7 +123,7 @@ class Tokens:
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(
-                f"rows of {length} tokens from {starts.min()} … {starts.max()} exceed the {len(self)} tokens"
+                f"rows of {length} tokens at positions {starts.min()} … {starts.max()} extend past the end, {len(self)}"
             )
         return self.store.rows(starts + self.first, length)
 
@@ -187,7 +188,9 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
         if not meta["n_documents"]:
             raise InputError(f"{source.name} contains no documents: expected text, got only blank lines")
         if source.identity() != identity:
-            raise InputError(f"{source.name} changed while it was being read; rerun the command when it is complete")
+            raise InputError(
+                f"{source.name} changed while it was being read; rerun the command when nothing writes to it"
+            )
         (fresh / "meta.json").write_text(json.dumps({**meta, "identity": identity}, indent=2) + "\n", encoding="utf-8")
         for path in [*fresh.iterdir(), fresh]:
             sync(path)

@@ -63,7 +63,7 @@ class ByteStream:
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(
-                f"rows of {length} bytes from {starts.min()} … {starts.max()} exceed the {len(self)} bytes"
+                f"rows of {length} bytes at positions {starts.min()} … {starts.max()} extend past the end, {len(self)}"
             )
         result = np.empty((len(starts), length), np.int32)
         for row, start in enumerate(starts):
@@ -120,7 +120,7 @@ def _split_bytes(data: LanguageData, arrays: dict[str, np.ndarray], unit: int) -
     from_train = ["train"] + [name for name in SPLITS[1:] if name not in arrays]
     cuts = np.cumsum([share if name in from_train else 0.0 for name, share in zip(SPLITS, data.proportions)])
     if not cuts[-1]:
-        raise InputError(f"data.shares leaves no training data, got {data.proportions}")
+        raise InputError(f"data.shares {data.proportions} leaves no training data; increase the first number")
     cuts = np.round(len(train) // unit * cuts / cuts[-1]).astype(int) * unit
     cuts[-1] = len(train)  # a remainder smaller than a unit belongs to the last split
     parts: dict[str, Stream] = {}

@@ -14,6 +14,12 @@ from flaxen.errors import InputError
 class LanguageData(Corpus):
     """Language-modelling data: texts, raw bytes, or images pixel by pixel."""
 
+    train: tuple[str, ...] = ()
+    """Training files or glob patterns. Text: .txt .jsonl .json .csv .tsv (each also with .gz) or .parquet; for bytes
+    and pixels, see data.kind."""
+    validation_percent: float = 5.0
+    """Percentage of the training text to hold out for validation, taken from the start; ignored if there are validation
+    files or a validation split. Bytes and pixels are split by data.shares instead."""
     kind: Literal["text", "bytes", "pixels"] = "text"
     """Kind of data. text: tokenized documents, each followed by an end token; bytes: raw bytes of files; pixels: images
     flattened by row, column and channel, from .npz or .npy arrays [images, height, width, channels], image folders, or

@@ -1,6 +1,7 @@
 """Transformer-VQ checkpoints: our own format, since Hugging Face has none, and import from the original code."""
 
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,14 +93,14 @@ def original_config(settings: dict[str, Any]) -> Config:
         close = "".join(did_you_mean(name, settings) for name in missing)
         raise InputError(f"missing settings of the original model: {', '.join(missing)}{close}")
     kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-    kinds |= {name: _parse_switch for name, kind in kinds.items() if kind is bool}
+    kinds |= {name: partial(_parse_switch, name) for name, kind in kinds.items() if kind is bool}
     fields = {ours: kinds[ours](settings[theirs]) for theirs, ours in ORIGINAL.items() if theirs in settings}
     return make_config(Config, {**fields, "reference": True}, "the original's settings")
 
 
-def _parse_switch(value: Any) -> bool:
+def _parse_switch(name: str, value: Any) -> bool:
     if str(value) not in ("0", "1", "False", "True"):
-        raise InputError(f"an on/off setting of the original model must be 0 or 1, got {value!r}")
+        raise InputError(f"the original's setting for {name} must be 0 or 1, got {value!r}")
     return str(value) in ("1", "True")
 
 

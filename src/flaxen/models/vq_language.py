@@ -25,7 +25,8 @@ initial_carry = vq_lm.initial_state
 def adapt_config(config: Config, objective: Any, image: tuple[int, ...], training: bool) -> Config:
     """Adapt the configuration to the data; `image` is the shape of its images, () for text and bytes."""
     if config.image and image != config.image:
-        raise ValueError(f"the model generates images of shape {config.image}, but the data has {image or 'no images'}")
+        found = f"images of shape {image}" if image else "no images"
+        raise ValueError(f"the model generates images of shape {config.image}, but the data has {found}")
     # When not training, every block size that divides the chunk length gives the same results.
     block = config.block if training else math.gcd(config.block, objective.chunk)
     return dataclasses.replace(config, image=image, block=block)

@@ -38,8 +38,8 @@ class Seq2SeqObjective:
     grouped: pairs of similar length share a batch.
     packed: each of the training.batch_size rows holds several pairs that do not attend to each other."""
     shapes: int = 4
-    """Number of padded source lengths for grouped batches, with half as many target lengths; more lengths mean less
-    padding but more compilations."""
+    """Number of different lengths that sources are padded to when pairs of similar length share a batch; targets have
+    half as many. More lengths mean less padding but more compilations."""
     label_smoothing: float = 0.0
     """Label smoothing: probability mass spread over all tokens, at least 0 and below 1."""
     z_loss: float = 0.0
@@ -50,7 +50,8 @@ class Seq2SeqObjective:
         if self.source_length < 2 or self.target_length < 2 or self.shapes < 1:
             lengths = f"{self.source_length}, {self.target_length} and {self.shapes}"
             raise InputError(
-                f"objective.source_length and target_length must be at least 2, and shapes at least 1, got {lengths}"
+                "objective.source_length and objective.target_length must be at least 2, "
+                f"and objective.shapes at least 1, got {lengths}"
             )
         if not 0 <= self.label_smoothing < 1 or self.z_loss < 0:
             raise InputError(
@@ -80,8 +81,8 @@ class EvalGeneration:
     no_repeat_ngram_size: int = 0
     """Never generate the same n-gram of this many tokens twice; 0 disables the check."""
     max_new_tokens: int | None = None
-    """Maximum number of generated tokens, including the end token. Default: objective.target_length or
-    objective.length."""
+    """Maximum number of generated tokens, including the end token. Default: the maximum length of
+    targets or captions in training."""
 
     def __post_init__(self) -> None:
         if self.examples < 0 or self.batch_size < 1:
@@ -108,8 +109,8 @@ class LanguageObjective:
     """Sequence length in tokens; the model's memory is reset after each sequence.
     For pixels, it must be a multiple of the number of values per image."""
     update: int | None = None
-    """Number of tokens of each sequence per training step, which must divide length; memory carries over between the
-    steps of a sequence. Default: the whole sequence."""
+    """Number of tokens of each sequence that one training step processes; must divide objective.length. Memory carries
+    over from step to step within a sequence. Default: the whole sequence."""
     commit: float = 1e-4
     """Weight of the commitment loss, the distance between keys and their codes (Transformer-VQ only)."""
     normalise: Literal["tokens", "positions"] = "tokens"
@@ -125,7 +126,7 @@ class LanguageObjective:
         update = self.length if self.update is None else self.update
         if self.length < 1 or update < 1 or self.length % update:
             raise InputError(
-                "objective.length must be a multiple of objective.update, and both positive, "
+                "objective.length must be a multiple of objective.update, and both must be positive, "
                 f"got {self.length} and {update}"
             )
         if self.commit < 0:

@@ -82,8 +82,9 @@ class Seq2Seq(Task):
             side = int(np.flatnonzero(over[number])[0])
             raise InputError(
                 f"{part.source.name}: the {SIDES[side]} of {name} pair {number + 1} has {part.lengths[number, side]:,} "
-                f"tokens, more than objective.{SIDES[side]}_length={self.limits[side]} ({over.any(axis=1).sum():,} "
-                "pairs are too long in total); increase the limit, or truncate them with --objective.long truncate"
+                f"tokens, more than objective.{SIDES[side]}_length={self.limits[side]} (in total, "
+                f"{over.any(axis=1).sum():,} pairs are too long); "
+                "increase the limit, or truncate them with --objective.long truncate"
             )
         return np.minimum(part.lengths, np.array(self.limits))
 

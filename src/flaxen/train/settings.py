@@ -38,8 +38,8 @@ class Schedule:
     """Number of steps the schedule spans; after that, linear, cosine and warmup-stable-decay stay at the floor.
     Default: the whole run."""
     reference: bool = False
-    """Reproduce the original Transformer-VQ schedule, whose very first step has learning rate 0; the original also sets
-    floor to 0.1."""
+    """Reproduce the original Transformer-VQ schedule, whose first step has learning rate 0. The floor is a setting of
+    its own; the original used 0.1."""
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 0:
@@ -85,7 +85,7 @@ class Optimizer:
     disables restarts (Transformer-VQ only)."""
     reference: bool = False
     """Reproduce the original Transformer-VQ optimizer: weight decay is not scaled by the learning rate, and lion's
-    momentum is bfloat16."""
+    momentum is stored in bfloat16 instead of float32."""
     freeze: tuple[str, ...] = ()
     """Weights to freeze, as globs over their paths, such as 'embedding.*' or 'encoder.*'. If a glob matches nothing,
     the error lists all paths."""
@@ -164,7 +164,7 @@ class Training:
     """Gradient accumulation: number of micro-batches that each batch is split into; gives the same update with less
     memory."""
     seed: int = 0
-    """Random seed for the initial weights, the order of the examples, their masked spans, and dropout."""
+    """Random seed for the initial weights, the order of examples, the spans of span corruption, and dropout."""
     log_every: int = 20
     """Number of steps between log entries with the training loss."""
     eval_every: int = 500
@@ -178,7 +178,7 @@ class Training:
     keep: int = 2
     """Number of most recent checkpoints to keep; older ones are deleted."""
     keep_best: str | None = None
-    """Validation metric (loss, rougeL, …) that selects the best checkpoint, which is kept and exported to best/.
+    """Validation metric that selects the best checkpoint, which is kept and exported to best/.
     Default: off."""
 
     def __post_init__(self) -> None:
