@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxen.data.pair_store import WINDOW, Groups, PairLengths, fitting, open_pairs, pack, shapes
+from flaxen.data.pair_store import OPEN_ROWS, WINDOW, Groups, PairLengths, fitting, open_pairs, pack, shapes
 from flaxen.data.pairs import Pairs
 from flaxen.data.tokenizers import ByteTokenizer
 from flaxen.errors import InputError
@@ -74,6 +74,14 @@ def test_packing_loses_nothing_and_fits(lengths: list[tuple[int, int]]) -> None:
     for row in rows:
         total = np.array(lengths)[row].sum(axis=0)
         assert (total <= limits).all()
+
+
+def test_packing_fits_with_more_rows_than_it_keeps_open() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, (4 * OPEN_ROWS, 2))
+    rows = pack(lengths, PairLengths(100, 100))
+    assert len(rows) > 2 * OPEN_ROWS
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    assert max(lengths[row].sum(axis=0).max() for row in rows) <= 100
 
 
 def test_packing_fills_rows() -> None:

@@ -122,10 +122,10 @@ def pack(lengths: Int64[np.ndarray, "P 2"], limits: PairLengths) -> list[list[in
     rows: list[list[int]] = []
     room = np.zeros((0, 2), np.int64)  # tokens left in each of the last OPEN_ROWS rows
     for number in np.lexsort((lengths[:, 1], lengths[:, 0]))[::-1]:
-        fits = np.flatnonzero((room[-OPEN_ROWS:] >= lengths[number]).all(axis=1))
+        fits = np.flatnonzero((room >= lengths[number]).all(axis=1))
         if not len(fits):
             rows.append([])
-            room = np.concatenate([room[-OPEN_ROWS:], [limits]])
+            room = np.concatenate([room, [limits]])[-OPEN_ROWS:]
             fits = np.array([len(room) - 1])
         first = int(fits[0])
         rows[len(rows) - len(room) + first].append(int(number))
