@@ -172,6 +172,7 @@ class ResumableArray:
         self.path, self.partial = path, _partial(path, key)
         self._file: BinaryIO = self.partial.open("r+b" if self.partial.exists() else "w+b")
         self.items = max(0, self._file.seek(0, os.SEEK_END) - len(self._header)) // size
+        # Cuts off an incomplete item; a new file grows to the size of the header, which is zeros until `finish`.
         self._file.truncate(len(self._header) + self.items * size)
         self._file.seek(0, os.SEEK_END)
 

@@ -129,6 +129,7 @@ def without(kind: type, paths: tuple[str, ...]) -> type:
         hint: Any = without(hints[name], inner) if inner else Annotated[hints[name], tyro.conf.Suppress]
         changed.append((name, hint, _default(original, hint, hints[name])))
     narrowed = make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+    # A generated dataclass gets its signature as docstring, and the commands show the docstring.
     narrowed.__doc__ = kind.__doc__
     return narrowed
 

@@ -154,8 +154,8 @@ def _sampling_step(
         # One key per input; its G samples differ because the noise has the shape [G, V].
         shaped = shaped + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     token = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
-    # A finished sequence gets log-probabilities of 0, so that the sum over the whole buffer is the score of its text.
     token_logit = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    # A finished sequence gets log-probabilities of 0, so that the sum over the whole buffer is the score of its text.
     logprob = jnp.where(search.done, 0.0, token_logit - jax.nn.logsumexp(logits, axis=-1))
     token = jnp.where(search.done, pad, token)
     return search._replace(

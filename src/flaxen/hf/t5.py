@@ -156,6 +156,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
                         Row(f"{stack}.layers.mlp.{our_name}.weight", f"{block}.{theirs}.{their_name}.weight", pattern)
                     )
                 continue
+            # PyTorch stores the weight of a linear layer as [outputs, inputs], with the heads merged.
             for part in "qkv":
                 table.append(
                     Row(

@@ -70,7 +70,7 @@ def plan_local(
     block = min(BLOCK, segments.shape[1])
     width = -(-(block + 2 * radius) // 16) * 16  # keys in the slice of a block, rounded up to a multiple of 16
     distance = jnp.arange(width)[:, None] - radius - jnp.arange(block)
-    # The columns added by rounding up are farther away than the radius, so this masks them as well.
+    # The keys added by rounding up are farther away than the radius, so this masks them as well.
     band = bias(distance) + jnp.where(jnp.abs(distance) <= radius, 0.0, MASKED)
     return LocalPlan(segments, band, radius, rate, side)
 

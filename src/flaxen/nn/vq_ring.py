@@ -113,8 +113,8 @@ class TokenStep:
         window, distance = self.spec.window, self.time - jnp.arange(keys.shape[2])
         scores = jnp.einsum("BNQH,BNSH->BNQS", queries, keys)
         scores = jnp.where(distance == 0, jnp.einsum("BNQH,BNTH->BNQT", queries, key), scores)
-        # by_distance begins with distance W, so distance d has index W - d. Slots that are clipped have no distance
-        # bias: they are beyond the window, or empty and masked.
+        # by_distance begins with distance W, so distance d has index W - d. Only slots beyond the window, which get no
+        # bias below, and empty slots, which are masked, have an index that is clipped.
         bias = jnp.take(by_distance, jnp.clip(window - distance, 0, window), axis=-1)
         scores = scores + jnp.where(distance <= window, bias, 0.0)
         seen = self._visible() & ((distance <= window) | self.spec.aggregate)
