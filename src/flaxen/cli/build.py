@@ -133,6 +133,8 @@ def _with_lora(
         peft.write(adapter, rows, setup.family.peft_task, options.rank, alpha, directory, settings.model.init)
 
     stepper = make(attach, merge, weights)
+    # An adapter starts from the shapes of the model alone; the base weights are loaded when the stepper first needs
+    # them.
     initial = partial(lora.initial_adapter, abstract, options, settings.training.seed)
     shapes = lora.abstract(abstract, options)
     return RunComponents(task, stepper, shapes, initial, export, fingerprint | {"steps": stepper.steps}, _nothing_else)

@@ -90,7 +90,7 @@ def forbid_ngrams(logits: Array, context: TokenHistory, n: int) -> Array:
 def forbid_words(logits: Array, context: TokenHistory, words: list[tuple[int, ...]]) -> Array:
     """Forbid the last token of each bad word whose other tokens are the latest ones."""
     for word in words:
-        # A word of one token has no prefix to compare: `all` over an empty axis is True, so the token is always forbidden.
+        # A word of one token has no prefix to compare: `all` over an empty axis is True, so it is always forbidden.
         n = len(word) - 1
         last = (
             jax.lax.dynamic_slice_in_dim(context.tokens, context.length - n, n, axis=-1)

@@ -41,6 +41,7 @@ class GPT2Decoder(nnx.Module):
         Returns the prompts, repeated for every beam, and a cache that holds all prompt tokens but the last.
         """
         model, c, prompt, layers = self.model, self.model.config, valid[:, :-1], unstack(self.model.layers)
+        # `self.layers` is laid out for single tokens; a prompt or an encoded image goes through the model's own layers.
         source = [None if encoded is None else KeyValues.of(*layer.cross.keys_values(encoded)) for layer in layers]
         heads = (c.n_heads, c.d_model // c.n_heads)
         past = allocate_cache(source, heads, jnp.dtype(c.compute), prompt, length, beams, reorder)

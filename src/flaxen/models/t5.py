@@ -230,6 +230,7 @@ class Stack(nnx.Module):
 
         def body(layer: Layer, x: Array, key: Array | None) -> Array:
             layer_plan = plan
+            # umT5: only the bias differs between layers, so they share the rest of the plan.
             if layer.bias is not None and isinstance(plan, Plan):
                 layer_plan = plan._replace(bias=layer.bias(jnp.arange(1 - length, length)))
 

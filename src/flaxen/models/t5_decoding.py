@@ -34,6 +34,7 @@ class T5Decoder(nnx.Module):
         """Encode the inputs; return the first decoder token of every beam and a state with room for `length` tokens."""
         (ids, valid), c = inputs, self.model.config
         encoded = self.model.encode(ids, valid)
+        # `self.layers` is laid out for single tokens; the source goes through the model's own layers.
         source = [KeyValues.of(*layer.cross.keys_values(encoded)) for layer in unstack(self.model.decoder.layers)]
         # The decoder starts from one token, which the first step feeds, so the cache needs no columns for a prompt.
         no_prompt = valid[:, :0]

@@ -87,6 +87,7 @@ class VQLM(nnx.Module):
             noises = DropoutKeys(*(_split_by_layer(key, c.n_layers) for key in (keys[1], noise.sequence)))
         x, caches, learning = self._run(x, plan, state.caches or (None,) * c.units, noises)
         if room is not None:
+            # Full attention has a slot for every token: those of the prompt, then empty ones.
             retained = jnp.pad(documents, ((0, 0), (0, room)))
         else:
             retained = seen[:, seen.shape[1] - c.window :]

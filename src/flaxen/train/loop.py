@@ -51,6 +51,7 @@ def train(
     # Before anything is recorded: the steps after the checkpoint will run and be recorded once more.
     run.forget_after(done)
 
+    # Called in the prefetch thread, so reading, and copying to the device, overlap with the computation.
     def load_batch(step: int) -> dict[str, jax.Array]:
         batch = task.batch(step, training.batch_size)
         report_skipped(task.skipped_examples(batch), skipped)

@@ -112,6 +112,7 @@ def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> opta
     def labels(params: Any) -> Any:
         is_frozen = frozen(optimizer, params)
         names = map_leaves(lambda path, _: "codebook" if first_match(CODEBOOKS, path) else "trained", params)
+        # A codebook can be frozen as well.
         return jax.tree.map(lambda freeze, name: "frozen" if freeze else name, is_frozen, names)
 
     def select(params: Any) -> optax.GradientTransformation:
