@@ -130,10 +130,13 @@ def _with_lora(
         return lora.merge(base, adapter, options.scale)
 
     def export(adapter: Any, directory: Path) -> None:
+        # PEFT scales an adapter by alpha / rank.
         rows, alpha = setup.family.format.rows(task.config, None), options.scale * options.rank
         peft.write(adapter, rows, setup.family.peft_task, options.rank, alpha, directory, settings.model.init)
 
     stepper = make(attach, merge, weights)
+    # An adapter starts from the shapes of the model alone; the base weights are loaded when the stepper first needs
+    # them.
     initial = partial(lora.initial_adapter, abstract, options, settings.training.seed)
     shapes = lora.abstract(abstract, options)
     return RunComponents(task, stepper, shapes, initial, export, fingerprint | {"steps": stepper.steps}, _nothing_else)
@@ -273,6 +276,7 @@ def changed(config: Any, fields: tuple[str, ...]) -> Any:
                 f"available: {', '.join(types)}"
             )
         try:
+            # bool("false") is True, so truth values are looked up.
             booleans = {"true": True, "false": False, "1": True, "0": False}
             changes[name] = booleans[value.lower()] if types[name] is bool else types[name](value)
         except (KeyError, ValueError):

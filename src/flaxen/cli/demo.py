@@ -155,6 +155,7 @@ def _create_initial_model(vocabulary: Path) -> "Pretrained":
     model = create(config, seed=0).model
     # Relative-position buckets for the distances -1, 1, -2 and 2: one per head.
     near = jnp.zeros((config.n_buckets, config.n_heads)).at[jnp.array([1, 17, 2, 18]), jnp.arange(4)].set(5.0)
+    # T5's scores are unscaled, so 1 / sqrt(d_head) is folded into the query projection.
     keys = leaves(model)["decoder.layers.cross.k.weight"]
     patterns = {"encoder.bias.weight": near, "decoder.layers.cross.q.weight": keys * config.d_head**-0.5}
     return Pretrained(map_leaves(lambda path, leaf: patterns.get(path, leaf), model), tokenizer)

@@ -60,6 +60,7 @@ def page(command: str, kind: Any, description: str, default: Any = None) -> str:
         _add(group, members)
         if not name:
             group.add_argument("-h", "--help", action="store_true", help="Show this help page and exit.")
+    # Drop the usage line of argparse, which would list every flag.
     options = parser.format_help().partition("\n\n")[2]
     lines = [textwrap.fill(summary, WIDTH), "", textwrap.fill(f"Usage: {usage}", WIDTH, subsequent_indent="  ")]
     if example:
@@ -117,6 +118,7 @@ def flags(kind: Any, default: Any = None, prefix: str = "", group: str = "") -> 
 def field_docstrings(kind: type) -> dict[str, str]:
     """Return the docstring under each field of a dataclass, including fields of its bases."""
     texts: dict[str, str] = {}
+    # Bases first, so that the text of a redefined field is that of the subclass.
     for base in reversed(kind.__mro__):
         try:
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -145,6 +147,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _add(group: Any, members: list[Flag]) -> None:
     for flag in members:
+        # argparse formats help texts with the % operator.
         text = _help(flag).replace("%", "%%")
         if flag.positional:
             group.add_argument(flag.name, metavar=_metavar(flag), help=text)

@@ -91,6 +91,7 @@ def main() -> None:
         print(f"flaxen: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
+        # 128 + SIGINT, as shells report it.
         sys.exit(130)
 
 
@@ -110,6 +111,7 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
             if "--help" in flags or "-h" in flags:
                 print(help.page(name, kind, command.description, options.get("default")), end="")
                 sys.exit(0)
+            # Comments in the dataclasses are for readers of the code; tyro would otherwise use them as help texts.
             config = (tyro.conf.HelptextFromCommentsOff,)
             return tyro.cli(kind, args=flags, prog=f"flaxen {name}", config=config, **options), flags
     if any(argument.startswith("--tyro-") for argument in arguments):  # called by shell completion
@@ -141,6 +143,7 @@ def _list_commands(arguments: list[str]) -> NoReturn:
         for title, wanted in SECTIONS.items()
     }
     print(help.index(ABOUT, {title: listed for title, listed in sections.items() if listed}, CLOSING))
+    # An incomplete command is a usage error, unless help was requested, in which case `words` lacks the flag.
     sys.exit(0 if not words or words != arguments else 2)
 
 

@@ -40,6 +40,7 @@ class PromptFile:
         def choose(columns: list[str], where: str) -> list[str]:
             nonlocal has_ids
             has_ids = "id" in columns
+            # The template may use the column "id" too, and a column is read only once.
             return list(dict.fromkeys([*template.columns(columns, where), *(["id"] if has_ids else [])]))
 
         for where, row in TableFiles((self.path,)).rows(choose, "error", ignore_progress):
@@ -143,6 +144,7 @@ class ResumableLines:
 
     def write(self, new_lines: Iterable[str]) -> None:
         """Append lines and sync them to disk."""
+        # Synced now, so that a power failure loses only what was not written yet.
         self._file.writelines(line + "\n" for line in new_lines)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -172,6 +174,7 @@ class ResumableArray:
         self.path, self.partial = path, _partial(path, key)
         self._file: BinaryIO = self.partial.open("r+b" if self.partial.exists() else "w+b")
         self.items = max(0, self._file.seek(0, os.SEEK_END) - len(self._header)) // size
+        # Cuts off an incomplete item; a new file grows to the size of the header, which is zeros until `finish`.
         self._file.truncate(len(self._header) + self.items * size)
         self._file.seek(0, os.SEEK_END)
 

@@ -128,7 +128,9 @@ def without(kind: type, paths: tuple[str, ...]) -> type:
         inner = tuple(path.partition(".")[2] for path in paths if path.startswith(f"{name}.") and name not in paths)
         hint: Any = without(hints[name], inner) if inner else Annotated[hints[name], tyro.conf.Suppress]
         changed.append((name, hint, _default(original, hint, hints[name])))
+    # A subclass, so that narrowed settings are accepted wherever `kind` is.
     narrowed = make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+    # A generated dataclass gets its signature as docstring, and the commands show the docstring.
     narrowed.__doc__ = kind.__doc__
     return narrowed
 

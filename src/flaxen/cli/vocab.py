@@ -106,9 +106,9 @@ class Vocab:
             ids = tokenizer.encode(example, eos=False, specials=False)
             print(f"example   {' '.join(map(tokenizer.token, ids))}")
         data = ["--data.dataset", self.data.dataset] if self.data.dataset else ["--data.train", *self.data.train]
-        # Span corruption needs sentinels; a vocabulary without them is for a language model.
         if self.data.unit != "line":
             data += ["--data.unit", self.data.unit]
+        # Span corruption needs sentinels; a vocabulary without them is for a language model.
         task, preset = ("denoise", "t5-v1_1-mini") if self.sentinels else ("language", "vq-tiny")
         flags = shlex.join(["--model.preset", preset, "--model.tokenizer", str(self.out), *data])
         print(f"next      flaxen train {task} --out run {flags}")

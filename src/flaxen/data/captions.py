@@ -261,6 +261,9 @@ class _CaptionReader:
         """Return the number of an image given as bytes; equal bytes are the same image."""
         if not item.image:
             raise UnreadableImage("the image is missing" if item.image is None else "the image has no bytes")
+        # Python's hash differs between processes, but these are compared only within this one.
+        # Images with equal size and end are compared in full. Bytes are not kept: `_file` reads those of earlier rows
+        # again.
         similar = self.similar.setdefault((len(item.image), hash(bytes(item.image[-TAIL:]))), [])
         for number in similar:
             if self.captions._file(number) == item.image:
@@ -326,6 +329,7 @@ def pixels(
             return str(error)
         return None
 
+    # Threads are enough: Pillow releases the GIL while it decodes and resizes.
     with ThreadPoolExecutor(workers or os.cpu_count(), "flaxen-images") as pool:
         failed = [(row, reason) for row, reason in enumerate(pool.map(fill, range(len(indices)))) if reason is not None]
     if failed and captions.source.data.unreadable == "error":

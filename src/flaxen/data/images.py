@@ -34,6 +34,7 @@ def open_image(source: bytes | Path, max_pixels: int = MAX_PIXELS) -> "PIL.Image
     # Pillow raises on its own for more than twice MAX_IMAGE_PIXELS.
     if Image.MAX_IMAGE_PIXELS and max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = max_pixels
+    # Pillow registers its less common formats only when asked to; before that, they are missing from Image.OPEN.
     Image.init()
     formats = [name for name in FORMATS if name in Image.OPEN]
     try:
@@ -87,6 +88,7 @@ def _to_rgb(image: "PIL.Image.Image") -> "PIL.Image.Image":
             raise UnreadableImage("its floating-point pixels are not between 0 and 1")
         image = Image.fromarray(np.round(values * 255).astype(np.uint8))
     image = image.convert("RGB")
+    # The alpha channel was dropped; what is left of it would make `_on_white` look for transparent pixels.
     image.info.pop("transparency", None)
     return image
 
@@ -287,6 +289,7 @@ class ImageProcessor:
         """Return height and width after resizing, rounded as transformers does."""
         if not self.shortest_edge:
             return self.size or (height, width)
+        # transformers truncates the longer side instead of rounding it.
         short, long = sorted((height, width))
         longer = int(self.shortest_edge * long / short)
         if longer * self.shortest_edge > MAX_PIXELS:

@@ -46,6 +46,7 @@ class PairTokens:
     def pair(self, number: int, limits: PairLengths) -> tuple[np.ndarray, np.ndarray]:
         """Return source and target, truncated to their limits; a truncated text still ends in eos."""
         document = 2 * (self.first + number)
+        # Document 2 i is the source of pair i, document 2 i + 1 its target.
         source, target = (_truncate(self.store.document(document + side), limit) for side, limit in enumerate(limits))
         return source, target
 
@@ -99,6 +100,7 @@ class Groups:
         """Return the pair numbers of the batch of a step."""
         batches = self.window(size)
         window, position = divmod(step, batches)
+        # A window is sorted by length; without this shuffle, every window would begin with its shortest pairs.
         mixed = permute(np.array([position]), batches, (self.seed ^ MIXED, window))[0]
         return self._window(window, size)[mixed * size :][:size]
 
@@ -121,6 +123,7 @@ def pack(lengths: Int64[np.ndarray, "P 2"], limits: PairLengths) -> list[list[in
         )
     rows: list[list[int]] = []
     room = np.zeros((0, 2), np.int64)  # tokens left in each of the last OPEN_ROWS rows
+    # Longest first: short pairs then fill the room that the long ones leave.
     for number in np.lexsort((lengths[:, 1], lengths[:, 0]))[::-1]:
         fits = np.flatnonzero((room >= lengths[number]).all(axis=1))
         if not len(fits):

@@ -28,6 +28,7 @@ FORMAT = 1
 BATCH = 1 << 18  # characters tokenized together
 RESIDENT = 1 << 27  # bytes of the memory mapping that may stay resident
 FAULT = 1 << 21  # Linux may map a huge page of this size for a single byte that is read
+# A full disk, an exceeded quota, and a limit on the size of a file.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600.0
 PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(?P<pid>\d+)\.(?P<host>.*)\.partial")
@@ -62,6 +63,7 @@ class TokenStore:
             )
         result = np.empty((len(starts), length), np.int32)
         size = self._tokens.itemsize
+        # Reading a row may map a whole huge page in addition to the row's own bytes.
         chunk = RESIDENT // (FAULT + length * size) + 1
         for first in range(0, len(starts), chunk):
             part = starts[first : first + chunk]
@@ -138,6 +140,7 @@ def open_corpus(corpus: Corpus, tokenizer: Tokenizer, progress: bool = True) -> 
     # Hold out whole documents; if there is only one, hold out its first tokens.
     by_document = store.n_documents > 1
     count, percent = store.n_documents if by_document else store.n_tokens, corpus.validation_percent
+    # At least one document (or token), but never all of them.
     held = min(max(round(count * percent / 100), 1), count - 1) if percent else 0
     cut = store.document_start(held) if by_document else held
     return Tokens(store, cut, store.n_tokens), Tokens(store, 0, cut)
@@ -155,6 +158,8 @@ def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, pro
 
 def _key(identity: dict[str, Any], tokenizer: Tokenizer) -> str:
     """Hash everything that the tokens depend on, to name the store's directory."""
+    # The lengths of the files come first, so that bytes moved from the end of one to the start of the next change the
+    # hash.
     parts = [FORMAT, identity, type(tokenizer).__name__, {name: len(tokenizer.files[name]) for name in tokenizer.files}]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tokenizer.files):
@@ -168,6 +173,7 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
     # The name holds host and process id, so that other processes can tell an abandoned build from a running one.
     fresh = root / f"{target.name}.{uuid.uuid4().hex[:8]}.{os.getpid()}.{socket.gethostname()}.partial"
     try:
+        # The temporary directory is next to the target, because a rename is atomic only within one file system.
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
         fresh.mkdir()
@@ -187,11 +193,14 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
             meta = _write(fresh, source.texts(on_progress), tokenizer, bar.documents)
         if not meta["n_documents"]:
             raise InputError(f"{source.name} contains no documents: expected text, got only blank lines")
+        # The name of the store is a hash of the identity before reading, which must describe what was read.
         if source.identity() != identity:
             raise InputError(
                 f"{source.name} changed while it was being read; rerun the command when nothing writes to it"
             )
         (fresh / "meta.json").write_text(json.dumps({**meta, "identity": identity}, indent=2) + "\n", encoding="utf-8")
+        # Contents reach the disk before the rename, and the rename before the store is used: after a power failure the
+        # store is complete or absent.
         for path in [*fresh.iterdir(), fresh]:
             sync(path)
         # Another process may have built the same store in the meantime; then that one is used.

@@ -78,6 +78,7 @@ class ByteStream:
     def identity(self) -> str:
         """Digest of the bytes, for the record of a run."""
         digest = hashlib.blake2b(digest_size=16)
+        # In pieces of 16 MB, because tobytes() copies.
         for start in range(self.first, self.last, 1 << 24):
             digest.update(self.array[start : min(start + (1 << 24), self.last)].tobytes())
         return f"{digest.hexdigest()}[{len(self)}]"
@@ -121,6 +122,7 @@ def _split_bytes(data: LanguageData, arrays: dict[str, np.ndarray], unit: int) -
     cuts = np.cumsum([share if name in from_train else 0.0 for name, share in zip(SPLITS, data.proportions)])
     if not cuts[-1]:
         raise InputError(f"data.shares {data.proportions} leaves no training data; increase the first number")
+    # A unit is an image, which must not be cut in two, or a single byte.
     cuts = np.round(len(train) // unit * cuts / cuts[-1]).astype(int) * unit
     cuts[-1] = len(train)  # a remainder smaller than a unit belongs to the last split
     parts: dict[str, Stream] = {}
@@ -166,6 +168,7 @@ class TextStream:
         store, first, last = self.tokens.store, self.tokens.first, self.tokens.last
         document_starts = np.concatenate([[0], np.cumsum(store.document_lengths())])
         begin, end = np.searchsorted(document_starts, [first, min(last, first + MEASURED)]).tolist()
+        # At least one document: a part may be smaller than that, if the only document was split.
         end = min(max(end, begin + 1), store.n_documents)
         begin = min(begin, end - 1)
         words = size = 0
@@ -194,6 +197,7 @@ def _read_bytes(path: Path) -> np.ndarray:
         if path.suffix == ".gz":
             with gzip.open(path) as file:
                 return np.frombuffer(file.read(), np.uint8)
+        # An empty file cannot be memory-mapped.
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
@@ -228,6 +232,7 @@ def pieces(
     for row in np.flatnonzero(~complete & (starts < len(stream))):
         rest = len(stream) - int(starts[row])
         targets[row, :rest] = stream.rows(starts[row : row + 1], rest)[0]
+    # A piece beyond the end of the stream is all padding and has no token before it.
     continued = inner & (starts > 0) & (starts <= len(stream))
     first[continued] = stream.rows(starts[continued] - 1, 1)
     return np.concatenate([first, targets[:, :-1]], axis=1), targets

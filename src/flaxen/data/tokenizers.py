@@ -63,6 +63,7 @@ class JsonTokenizer:
         self.pad_id, self.eos_id, self.unk_id = _role_ids(files, self._backend.token_to_id)
         self.sentinels = _sentinels(self._backend.token_to_id)
         self._added = self._backend.get_added_tokens_decoder()
+        # The library counts tokens; if ids have gaps, the largest id is beyond that count.
         self.size = max(self._backend.get_vocab_size(), 1 + max(self._added, default=-1))
 
     @cached_property
@@ -212,6 +213,7 @@ class ByteTokenizer:
             return _arrays(self.encode_batch(texts, specials=False), dtype)
         parts = [text.encode() for text in texts]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts)) + 1
+        # Converted before adding 3, which would overflow a byte.
         tokens = np.frombuffer(b"\0".join([*parts, b""]), np.uint8).astype(
             dtype
         )  # one byte after each text, overwritten by eos
@@ -221,6 +223,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         raw = self._added.decode(ids, skip_special, lambda id: bytes([id - 3]) if 3 <= id < 259 else b"")
+        # As in transformers, where bytes that are not UTF-8 disappear.
         return raw.decode(errors="ignore")
 
     def token(self, id: int) -> str:
@@ -291,6 +294,7 @@ class AddedTokens:
                 token = self._tokens[self.ids[parts[i]]]
                 parts[i - 1] = parts[i - 1].rstrip() if token.get("lstrip") else parts[i - 1]
                 parts[i + 1] = parts[i + 1].lstrip() if token.get("rstrip") else parts[i + 1]
+        # The parts of all texts in one call, which SentencePiece runs on all cores.
         ids = iter(segment([text for parts in split_texts for text in parts[::2]]))
         rows = [[[self.ids[part]] if i % 2 else next(ids) for i, part in enumerate(parts)] for parts in split_texts]
         return [list(chain.from_iterable(row)) for row in rows]
@@ -303,6 +307,7 @@ class AddedTokens:
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
     """Build a pattern that matches any of the names, longer ones first; None if there are no names."""
+    # A regular expression takes the first alternative that matches, not the longest.
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 

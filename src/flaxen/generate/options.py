@@ -87,6 +87,7 @@ class Options:
             self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens must be at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}",
         )
+        # The seed becomes an int32 array, JAX's default integer.
         _require(0 <= self.seed < 2**31, f"seed must be between 0 and 2^31 - 1, got {self.seed}")
         _require(
             self.no_repeat_ngram_size >= 0, f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}"
@@ -132,6 +133,7 @@ class Options:
     def static(self) -> "Options":
         """Return the options that the search is compiled for: which ones are on, with numeric values blanked out."""
         neutral = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+        # The blanked options must pass `__post_init__` too, which requires min_new_tokens <= max_new_tokens.
         blank: dict[str, Any] = {
             "max_new_tokens": 1,
             "min_new_tokens": int(self.min_new_tokens > 0),
@@ -140,6 +142,7 @@ class Options:
         for name in ("temperature", "top_p", "min_p", "nucleus", "repetition_penalty", "length_penalty"):
             value = getattr(self, name)
             # An option at its neutral value is compiled like one that is off; any other value stands for "on".
+            # 0.5 is in the valid range of each of them.
             blank[name] = None if value is None or value == neutral.get(name) else 0.5
         return dataclasses.replace(self, **blank)
 
@@ -177,6 +180,7 @@ def _defaults(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     for theirs, ours in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
         if isinstance(length := kept.pop(theirs, None), int) and length > 0:
             kept.setdefault(ours, length - 1)  # transformers' lengths count the start token
+    # `Options` rejects options of a search that is not used. A user should fix those; those of a file are dropped.
     sampling = given.get("do_sample", kept.get("do_sample", False))
     drop = BEAM_ONLY if sampling else SAMPLING_ONLY
     if given.get("num_beams", kept.get("num_beams", 1)) == 1:
@@ -200,6 +204,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Not isinstance, which accepts True as an int.
     return type(value) is hint or (hint is types.NoneType and value is None)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from flaxen.generate.options import Options
 
+# As in transformers: the probability of a forbidden token is exactly 0.
 FORBIDDEN = -jnp.inf
 
 
@@ -59,7 +60,9 @@ def penalise_repetition(logits: Array, context: TokenHistory) -> Array:
     penalty = context.numbers["repetition_penalty"]
     # Positions at or after `length` are padding, which must not count as seen.
     past = jnp.arange(context.tokens.shape[-1]) < context.length
+    # JAX drops writes at indices out of range, so the padding before a GPT-2 prompt (ABSENT) counts as no token.
     seen = jax.vmap(jax.vmap(lambda ids: jnp.zeros(logits.shape[-1], bool).at[ids].max(past)))(context.tokens)
+    # Dividing a negative logit would raise it.
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
@@ -71,10 +74,14 @@ def forbid_ngrams(logits: Array, context: TokenHistory, n: int) -> Array:
 
     def forbid(row: Array, ids: Array) -> Array:
         # Compare the last n - 1 tokens with every earlier window of that size; forbid the token after each match.
+        # With fewer than n - 1 tokens the slice is not the end of the text; the condition on the length below discards
+        # it.
         prefix = jax.lax.dynamic_slice_in_dim(ids, context.length - (n - 1), n - 1)
         starts = jnp.arange(size - n + 1)
         matches = jnp.all(ids[starts[:, None] + jnp.arange(n - 1)] == prefix, axis=-1)
+        # The prefix also matches itself, and later windows reach into the padding; no token follows these.
         repeats = matches & (starts + n - 1 < context.length)
+        # A minimum with inf changes nothing, so one scatter serves windows that match and those that do not.
         return row.at[ids[starts + n - 1]].min(jnp.where(repeats, FORBIDDEN, jnp.inf))
 
     return jnp.where(context.length >= n - 1, jax.vmap(jax.vmap(forbid))(logits, context.tokens), logits)
@@ -83,6 +90,7 @@ def forbid_ngrams(logits: Array, context: TokenHistory, n: int) -> Array:
 def forbid_words(logits: Array, context: TokenHistory, words: list[tuple[int, ...]]) -> Array:
     """Forbid the last token of each bad word whose other tokens are the latest ones."""
     for word in words:
+        # A word of one token has no prefix to compare: `all` over an empty axis is True, so it is always forbidden.
         n = len(word) - 1
         last = (
             jax.lax.dynamic_slice_in_dim(context.tokens, context.length - n, n, axis=-1)
@@ -110,12 +118,14 @@ def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
     """Apply temperature, top-k, top-p, nucleus and min-p, in this order, to the logits before sampling."""
     if options.temperature is not None:
         logits = logits / context.numbers["temperature"]
+    # Like transformers, sample from the 50 most likely tokens by default; 0 means all of them.
     k = (
         logits.shape[-1]
         if options.top_k == 0
         else min(50 if options.top_k is None else options.top_k, logits.shape[-1])
     )
     if k < logits.shape[-1] or options.top_p is not None:
+        # Top-p applies to what top-k has left, so the k best logits suffice and the vocabulary need not be sorted.
         best = jax.lax.top_k(logits, k)[0]
         threshold = best[..., -1:]
         if options.top_p is not None:
@@ -127,6 +137,7 @@ def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
     if options.nucleus is not None:
         logits = jnp.where(nucleus(logits, context.numbers["nucleus"]), logits, FORBIDDEN)
     if options.min_p is not None:
+        # p ≥ min_p · max(p) in terms of logits: the normaliser of the softmax cancels.
         floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(context.numbers["min_p"])
         logits = jnp.where(logits >= floor, logits, FORBIDDEN)
     return logits

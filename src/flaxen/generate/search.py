@@ -88,6 +88,7 @@ def begin(
 ) -> Sampling | Beams:
     """Start a search that may generate up to `room` tokens. Rows of -1 only fill up the batch: they start finished."""
     first, state = decoder.start(inputs, room, options.beams, reorder=options.num_beams > 1)
+    # Arrays in a compiled loop cannot grow, so the buffers have their final size from the start.
     tokens = jnp.pad(first, ((0, 0), (0, 0), (0, room)), constant_values=pad)
     logprobs = jnp.zeros(tokens.shape, jnp.float32)
     idle, length, shape = rows < 0, jnp.asarray(first.shape[2], jnp.int32), first.shape[:2]
@@ -95,6 +96,7 @@ def begin(
         return Sampling(state, tokens, logprobs, length, length, jnp.broadcast_to(idle[:, None], shape), rows)
     # All beams start out equal, so only the first may be extended; the others would duplicate it.
     scores = jnp.broadcast_to(jnp.where(jnp.arange(options.num_beams) == 0, 0.0, DEAD), shape)
+    # Filler rows count as finished and closed, so that they never keep the loop running.
     finished = jnp.broadcast_to(idle[:, None], shape)
     worst = jnp.full(shape, DEAD)
     return Beams(state, tokens, logprobs, length, length, scores, tokens, logprobs, worst, finished, ~idle)
@@ -126,6 +128,7 @@ def ended(search: Sampling | Beams, options: Options) -> Bool[Array, ""]:
     """Whether a search has ended before reaching the length limit."""
     if isinstance(search, Sampling):
         return jnp.all(search.done)
+    # Otherwise finished beams do not end a search by themselves: a running beam may still replace one of them.
     full = jnp.all(search.finished) if options.early_stopping is True else jnp.zeros((), bool)
     return ~jnp.any(search.open) | full
 
@@ -140,6 +143,7 @@ def _sampling_step(
 ) -> Sampling:
     """Append one token to each sequence, by argmax or by sampling."""
     at = search.length
+    # The state holds all tokens but the last one, which this step feeds.
     logits, state = decoder.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     shaped = _process(logits, search, numbers, options, eos)
     if options.do_sample:
@@ -147,9 +151,11 @@ def _sampling_step(
         # position and prompt index, so that a sample is the same in any batch.
         key = jax.random.fold_in(jax.random.key(numbers["seed"]), at - search.begun + 1)
         keys = jax.vmap(partial(jax.random.fold_in, key))(search.rows)
+        # One key per input; its G samples differ because the noise has the shape [G, V].
         shaped = shaped + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     token = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
     token_logit = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    # A finished sequence gets log-probabilities of 0, so that the sum over the whole buffer is the score of its text.
     logprob = jnp.where(search.done, 0.0, token_logit - jax.nn.logsumexp(logits, axis=-1))
     token = jnp.where(search.done, pad, token)
     return search._replace(
@@ -175,10 +181,12 @@ def _beam_step(
     limit, penalty = numbers["max_new_tokens"], numbers.get("length_penalty", jnp.ones(()))
     logits, state = decoder.step(lax.dynamic_index_in_dim(search.tokens, at - 1, 2, keepdims=False), search.state)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
+    # As in transformers, processors see log-probabilities in beam search, and logits in sampling.
     shaped = _process(logprobs, search, numbers, options, eos)
 
     # Each beam has at most len(eos) continuations that end, so this many candidates include `n` that do not.
     totals, parent, token = _top_candidates(shaped + search.scores[..., None], max(2, 1 + len(eos)) * n)
+    # Scores add up processed log-probabilities, but the reported ones are those of the model itself.
     gained = logprobs[jnp.arange(len(logits))[:, None], parent, token]
     tokens = lax.dynamic_update_index_in_dim(_pick(search.tokens, parent), token, at, 2)
     history = lax.dynamic_update_index_in_dim(_pick(search.logprobs, parent), gained, at, 2)
@@ -189,6 +197,7 @@ def _beam_step(
     # A candidate may finish only if it ranks among the best `n`, and only in a row that is still open.
     full = jnp.all(search.finished, axis=1) & (options.early_stopping is True)
     eligible = ends & (jnp.arange(ends.shape[1]) < n)
+    # The prompt or start token does not count as length. DEAD is finite, so it may be added more than once.
     scores = totals / new.astype(jnp.float32) ** penalty + DEAD * (
         ~eligible + (full | ~search.open)[:, None].astype(jnp.float32)
     )
@@ -201,8 +210,10 @@ def _beam_step(
 
     # Can the best running beam still beat the worst finished one? Its score is normalised by its length now, or with
     # early_stopping="never" by the length that would be best for it.
+    # Scores are negative, so with a positive penalty a greater length raises them, and the limit is the best length.
     reach = jnp.where((options.early_stopping == "never") & (penalty > 0.0), limit, new).astype(jnp.float32)
     attainable = running[:, :1] / reach**penalty
+    # A slot without a finished beam can always be beaten.
     worst = jnp.where(finished, jnp.min(best, axis=1, keepdims=True), DEAD)
     return Beams(
         state=decoder.select(state, _pick(parent, order)),
@@ -239,9 +250,11 @@ def _top_candidates(
     """
     b, g, v = scores.shape
     n, full = -(-v // size), v // size * size  # chunks per beam; scores in full chunks
+    # [B, G, V] to one maximum per chunk, [B, G, n]. The remainder is a chunk of its own.
     maxima = scores[..., :full].reshape(b, g, full // size, size).max(axis=-1)
     if full < v:
         maxima = jnp.concatenate([maxima, scores[..., full:].max(axis=-1, keepdims=True)], axis=-1)
+    # A small vocabulary may have fewer than k chunks; together they still hold k scores.
     _, chunks = lax.top_k(maxima.reshape(b, -1), min(k, g * n))
     chunks = jnp.sort(chunks, axis=-1)  # top_k prefers the first of equal scores: keep their order
     beams = jnp.broadcast_to((chunks // n)[..., None], (*chunks.shape, size))

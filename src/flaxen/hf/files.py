@@ -49,6 +49,7 @@ def _locate(source: str | os.PathLike[str], patterns: list[str]) -> Path:
     text = str(source)
     if path.exists():
         raise InputError(f"{text} is a file; expected a directory with config.json and model.safetensors")
+    # A hub id has at most one slash and is not a path; a mistyped path should not lead to a network error.
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or not text:
         raise InputError(f"{text!r} does not exist; expected a directory or a hub id such as google/flan-t5-small")
     from huggingface_hub import snapshot_download
@@ -108,6 +109,7 @@ def atomic_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
         # Flush before renaming: a power failure must not leave a complete-looking directory with empty files.
         for path in [*fresh.rglob("*"), fresh]:
             sync(path)
+        # A directory that is not empty cannot be replaced by a rename, so the old one moves away first.
         if target.exists():
             target.rename(old)
         fresh.rename(target)

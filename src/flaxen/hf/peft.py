@@ -137,12 +137,14 @@ def read(directory: Path, rows: Sequence[Row], linears: dict[str, Linear]) -> di
     for name, allowed in FIXED.items():
         if name in config and config[name] not in allowed:
             raise InputError(f"{directory}: {name}={config[name]!r} is not supported; only {allowed[0]!r} is")
+    # 8 is PEFT's default.
     alpha = config.get("lora_alpha", 8)
     if not isinstance(alpha, int | float):
         raise InputError(f"{directory}: lora_alpha must be a number, got {alpha!r}")
     tensors = Safetensors(directory, WEIGHTS)
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in tensors:
+        # In a state dict that was saved directly, names include that of the adapter, "default".
         match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight", key)
         if not match or len(tensors.shape(key)) < 2:
             got = f"unexpected tensor {key!r} of shape {tensors.shape(key)}"
@@ -173,6 +175,7 @@ def read(directory: Path, rows: Sequence[Row], linears: dict[str, Linear]) -> di
             if (layer["A"].shape, layer["B"].shape) != expected:
                 got = f"{layer['A'].shape} and {layer['B'].shape}"
                 raise InputError(f"{directory}: lora_A and lora_B of {path} have shapes {got}, expected {expected}")
+            # Rank-stabilised LoRA divides by the square root of the rank.
             divisor = math.sqrt(r) if config.get("use_rslora") else r
             down[i, :, :r] = layer["A"].reshape(r, -1).T
             up[i, :r] = layer["B"].reshape(-1, r).T * (alpha / divisor)
@@ -181,6 +184,7 @@ def read(directory: Path, rows: Sequence[Row], linears: dict[str, Linear]) -> di
             "down": jnp.asarray(down.reshape(*lead, *inputs, rank), jnp.float32),
             "up": jnp.asarray(up.reshape(*lead, rank, *outputs), jnp.float32),
         }
+    # Modules that the model has were removed above.
     if pairs:
         more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
         raise InputError(

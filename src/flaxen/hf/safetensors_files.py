@@ -80,6 +80,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
+            # A file is the length of the header in 8 bytes, the header as JSON, then the data.
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise ValueError("the header is longer than the file")
@@ -109,6 +110,7 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shard_bytes: 
     if len(shards) == 1:
         names = ["model.safetensors"]
     for name, shard in zip(names, shards):
+        # transformers 4 refuses a file without this field.
         save_file(shard, directory / name, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {

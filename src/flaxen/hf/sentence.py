@@ -120,6 +120,7 @@ def _list_modules(directory: Path) -> list[tuple[str, str]]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         entries = sorted(value, key=lambda entry: entry["idx"])
+        # The import path of a module depends on the version of sentence-transformers; its class name does not.
         return [(entry["type"].rpartition(".")[2], entry["path"]) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{path} must contain a list of objects with idx, path and type") from None
@@ -164,6 +165,7 @@ def _read_dense(folder: Path) -> Dense:
     """Read the config.json and weights of a Dense module."""
     path = folder / "config.json"
     config = files.read_json(path)
+    # Tanh is the default of sentence-transformers.
     name = config.get("activation_function", ACTIVATIONS["Tanh"]).rpartition(".")[2]
     if name not in ACTIVATIONS:
         raise InputError(f"{path}: activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")

@@ -146,6 +146,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
             (("attention", "SelfAttention"), ("cross", "EncDecAttention"), ("mlp", "DenseReluDense")),
         ),
     ):
+        # In a block, layer.0 is self-attention, and the last one (1 or 2) the feed-forward network.
         for at, (ours, theirs) in enumerate(parts):
             block = f"{stack}.block.{{i}}.layer.{at}"
             table.append(Row(f"{stack}.layers.{ours}_norm.weight", f"{block}.layer_norm.weight"))
@@ -156,6 +157,7 @@ def rows(config: Config, tensors: Tensors | None = None) -> list[Row]:
                         Row(f"{stack}.layers.mlp.{our_name}.weight", f"{block}.{theirs}.{their_name}.weight", pattern)
                     )
                 continue
+            # PyTorch stores the weight of a linear layer as [outputs, inputs], with the heads merged.
             for part in "qkv":
                 table.append(
                     Row(

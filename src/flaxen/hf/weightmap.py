@@ -74,6 +74,7 @@ def load(model: M, rows: Sequence[Row], tensors: Tensors, dtype: Any, unneeded: 
     by_path = {row.ours: row for row in rows}
     expected = {theirs: row.their_shape(leaf) for path, leaf in leaves(model).items()
               for row in [by_path[path]] for theirs in row.files(leaf)}  # fmt: skip
+    # Names and shapes come from the headers of the files, so problems are found before the model is filled.
     unexpected = [name for name in tensors if name not in expected and not unneeded(name, tensors)]
     problems = []
     for name, shape in expected.items():

@@ -102,6 +102,7 @@ class Layer(nnx.Module):
         if self.cross is not None and self.cross_norm is not None and source is not None:
             y, seen = self.cross(self.cross_norm(x, dtype), source, seen, keys[2])
             x = save_for_backward(x + dropout(y, rate, keys[3]))
+        # Unlike T5, GPT-2 has no dropout inside the feed-forward network.
         x = x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[4])
         return x, None if cache is None else LayerCache(own, seen)
 
@@ -135,6 +136,7 @@ class GPT2(nnx.Module):
         cross = Plan(rate=c.attention_dropout)
 
         def body(layer: Any, x: Array, key: Array | None) -> Array:
+            # `run` slices any pytree by layer: here the weights together with the score scale of the layer, or None.
             block, scale = layer
 
             def some_rows(x: Array, rows: Any, source: Array | None, key: Array | None) -> Array:
@@ -151,6 +153,7 @@ class GPT2(nnx.Module):
         """The position of each token among the real tokens of its row."""
         if valid is None:
             return jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        # Padding before the first real token would get position -1.
         return jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
 
     def embed(self, ids: Int[Array, "*B"], positions: Int[Array, "*B"]) -> Float[Array, "*B D"]:
@@ -178,6 +181,7 @@ class GPT2(nnx.Module):
         """Mean loss over non-negative labels, and the loss sums. `labels[:, t]` is the token after `inputs[:, t]`."""
         hidden = self(inputs, source, key=key)
         weights = (labels >= 0).astype(jnp.float32).reshape(-1)
+        # Any valid id will do for an ignored label: its weight is 0.
         labels = jnp.maximum(labels, 0).reshape(-1)
         flat = hidden.reshape(-1, hidden.shape[-1])
         sums = cross_entropy(flat, self.output_head.weight[...], labels, weights, smoothing, z_loss)
@@ -194,6 +198,7 @@ def flops(config: Config, length: int, source: int = 0) -> float:
     # Multiply-adds of one layer: projections, feed-forward, then attention scores and weighted sums of values.
     layer = length * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff + 2 * length * c.d_model)
     if c.cross:
+        # Cross-attention: q and o for each token, k and v for each vector of the source.
         layer += length * (2 * c.d_model**2 + 2 * source * c.d_model) + source * 2 * c.d_model**2
     return 2.0 * (c.n_layers * layer + length * c.d_model * c.vocab_size)
 

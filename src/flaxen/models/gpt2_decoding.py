@@ -16,6 +16,7 @@ from flaxen.nn.cache import Cache, KeyValues, allocate_cache, plan_source
 from flaxen.nn.layers import lay_out
 from flaxen.nn.stack import unstack
 
+# Logits processors see prompts. GPT-2 pads with its end token, which they must not count as an earlier token.
 ABSENT = 2**30  # stands for padding before a prompt; not a valid token id
 
 
@@ -40,6 +41,7 @@ class GPT2Decoder(nnx.Module):
         Returns the prompts, repeated for every beam, and a cache that holds all prompt tokens but the last.
         """
         model, c, prompt, layers = self.model, self.model.config, valid[:, :-1], unstack(self.model.layers)
+        # `self.layers` is laid out for single tokens; a prompt or an encoded image goes through the model's own layers.
         source = [None if encoded is None else KeyValues.of(*layer.cross.keys_values(encoded)) for layer in layers]
         heads = (c.n_heads, c.d_model // c.n_heads)
         past = allocate_cache(source, heads, jnp.dtype(c.compute), prompt, length, beams, reorder)
@@ -53,6 +55,7 @@ class GPT2Decoder(nnx.Module):
     def step(self, tokens: Int[Array, "B G"], state: Cache) -> tuple[Float[Array, "B G V"], Cache]:
         """Add `tokens` to the cache and compute the logits of the tokens that follow them."""
         model, dtype = self.model, jnp.dtype(self.model.config.compute)
+        # `state.prompt` does not include the last token of the prompt, which is read at time 0.
         position = jnp.sum(state.prompt, axis=1, dtype=jnp.int32)[:, None] + state.time
         x = model.embed(tokens, jnp.broadcast_to(position, tokens.shape))
         x, caches = self._run_layers(self.layers or unstack(model.layers), x, state.plan(tokens.shape[1]), state)

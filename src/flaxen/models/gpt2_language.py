@@ -33,6 +33,7 @@ def check(config: Config, objective: Any) -> None:
             f"--objective.length {config.n_positions} or less"
         )
     for name in UNUSED:
+        # `chunk` is `update` or, by default, `length`; an update of the whole length is therefore allowed.
         default = objective.length if name == "update" else getattr(type(objective), name)
         given = objective.chunk if name == "update" else getattr(objective, name)
         if given != default:

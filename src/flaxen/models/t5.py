@@ -66,14 +66,18 @@ class Config:
             raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}")
         if self.radius < 1 or self.global_block < 1:
             raise ValueError(f"radius and global_block must be at least 1, got {self.radius} and {self.global_block}")
+        # A LocalPlan holds one bias for all layers.
         if self.bias_per_layer and self.attention != "full":
             raise ValueError(f"bias_per_layer requires full attention, got {self.attention} attention")
         if self.family == "umt5" and not self.bias_per_layer:
             raise ValueError("family umt5 requires bias_per_layer=True")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        # The encoder halves the buckets twice: for keys before and after the query, then for exact and logarithmic
+        # distances.
         if self.n_buckets < 4 or self.n_buckets % 4:
             raise ValueError(f"n_buckets must be a positive multiple of 4, got {self.n_buckets}")
+        # A decoder has n_buckets / 2 exact distances; the logarithmic buckets need a range beyond them.
         if self.max_distance <= self.n_buckets // 2:
             raise ValueError(f"max_distance must be greater than n_buckets / 2, got {self.max_distance}")
         if self.compute not in ("float32", "bfloat16"):
@@ -160,6 +164,8 @@ class Layer(nnx.Module):
         dtype: DTypeLike,
         key: Array | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        # Dropout of self-attention weights and output, of cross-attention weights and output, and of the feed-forward
+        # network.
         keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
         own, seen = cache or (None, None)
         short = x.size < LONG  # for long inputs, save less for the backward pass, which then recomputes a few matmuls
@@ -199,8 +205,11 @@ class Stack(nnx.Module):
         """Masks and relative bias for all layers; without the bias if each layer has its own."""
         c = self.config
         if self.bias is None or self.causal or c.attention == "full":
+            # All distances (key - query) between two of T tokens: 1 - T to T - 1.
             bias = None if self.bias is None else self.bias(jnp.arange(1 - length, length))
             return Plan(None, bias, self.causal, c.dropout).seeing(mask, mask)
+        # Local attention pads queries and keys and recognises padding by segment 0, so it needs segments even without a
+        # mask.
         segments = jnp.ones((batch, length), jnp.int32) if mask is None else mask.astype(jnp.int32)
         side = None if self.side_bias is None else plan_global(self.side_bias, segments, c.global_block)
         return plan_local(self.bias, segments, c.radius, c.dropout, side)
@@ -221,6 +230,7 @@ class Stack(nnx.Module):
 
         def body(layer: Layer, x: Array, key: Array | None) -> Array:
             layer_plan = plan
+            # umT5: only the bias differs between layers, so they share the rest of the plan.
             if layer.bias is not None and isinstance(plan, Plan):
                 layer_plan = plan._replace(bias=layer.bias(jnp.arange(1 - length, length)))
 
@@ -290,6 +300,7 @@ class T5(nnx.Module):
         """Mean loss over non-negative labels, and the loss sums. Decoder inputs are the labels shifted right by one."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         weights = (labels >= 0).astype(jnp.float32)
+        # Ignored labels become padding, as in transformers, because the decoder reads them too.
         labels = jnp.where(labels >= 0, labels, self.config.pad_id)
         shifted = jnp.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.start_id)
         if target_segments is not None:
@@ -310,6 +321,8 @@ class T5(nnx.Module):
 
     def scale(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Scale hidden states by d_model^-0.5 if the configuration says so."""
+        # T5 1.0's head is the embedding table, whose entries start with a standard deviation of 1. Unscaled, the logits
+        # of normalised hidden states would start near sqrt(d_model).
         return hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype) if self.config.scaled else hidden
 
 
@@ -323,6 +336,7 @@ def encoder_flops(config: Config, source: int) -> float:
     if c.attention != "full":
         side = source // c.global_block if c.attention == "transient-global" else 0
         seen = min(source, 2 * c.radius + 1) + side
+    # Four projections per token, and keys and values of the global tokens.
     layer = source * (4 * c.d_model * inner + feed_forward + 2 * seen * inner) + side * 2 * c.d_model * inner
     return 2.0 * c.n_layers * layer
 
@@ -331,6 +345,7 @@ def flops(config: Config, source: int, target: int) -> float:
     """Floating-point operations of the matmuls in the forward pass for one example."""
     c, inner = config, config.n_heads * config.d_head
     feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
+    # Four projections of self-attention, and q and o of cross-attention; its k and v are those of the source.
     decoder = target * (6 * c.d_model * inner + feed_forward + 2 * (target + source) * inner)
     decoder += source * 2 * c.d_model * inner
     head = target * c.d_model * c.vocab_size

@@ -34,7 +34,9 @@ class T5Decoder(nnx.Module):
         """Encode the inputs; return the first decoder token of every beam and a state with room for `length` tokens."""
         (ids, valid), c = inputs, self.model.config
         encoded = self.model.encode(ids, valid)
+        # `self.layers` is laid out for single tokens; the source goes through the model's own layers.
         source = [KeyValues.of(*layer.cross.keys_values(encoded)) for layer in unstack(self.model.decoder.layers)]
+        # The decoder starts from one token, which the first step feeds, so the cache needs no columns for a prompt.
         no_prompt = valid[:, :0]
         past = allocate_cache(source, (c.n_heads, c.d_head), encoded.dtype, no_prompt, length, beams, reorder)
         return jnp.full((len(ids), beams, 1), c.start_id, jnp.int32), T5DecodingState(past, valid)
@@ -42,6 +44,7 @@ class T5Decoder(nnx.Module):
     def step(self, tokens: Int[Array, "B G"], state: T5DecodingState) -> tuple[Float[Array, "B G V"], T5DecodingState]:
         """Add `tokens`, at time `state.past.time`, to the cache and compute the logits of the tokens that follow."""
         model, dtype, past, beams = self.model, jnp.dtype(self.model.config.compute), state.past, tokens.shape[1]
+        # key - query, for keys at all times; those in the future are masked by the plan.
         distances = past.times(beams) - past.time
         shared = None if model.decoder.bias is None else past.plan(beams, model.decoder.bias(distances))
         source = Source(None, plan_source(state.valid))

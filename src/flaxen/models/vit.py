@@ -79,6 +79,7 @@ class Layer(nnx.Module):
         dtype, rate = jnp.dtype(config.compute), config.dropout
         y, _ = self.attention(self.attention_norm(x, dtype), Plan(rate=config.attention_dropout), None, keys[0])
         x = save_for_backward(x + dropout(y, rate, keys[1]))
+        # As in transformers, there is no dropout inside the feed-forward network.
         return x + dropout(self.mlp(self.mlp_norm(x, dtype), 0.0, None), rate, keys[2])
 
 
@@ -117,8 +118,11 @@ class ViT(nnx.Module):
                 f"expected images of {c.image_size[0]} × {c.image_size[1]} pixels, got {height} × {width}; "
                 "set interpolate=True to accept other sizes"
             )
+        # A remainder at the right and bottom edges is dropped, as by a convolution whose stride is the patch size.
         rows, columns = height // high, width // wide
         cropped = pixels[:, :, : rows * high, : columns * wide].astype(jnp.dtype(c.compute))
+        # [B, C, rows · high, columns · wide] to [B, rows, columns, C, high, wide]: patches do not overlap, so the
+        # convolution of the checkpoint is a matmul over (C, high, wide).
         patches = cropped.reshape(b, channels, rows, high, columns, wide).transpose(0, 2, 4, 1, 3, 5)
         x = self.patches(patches.reshape(b, rows * columns, channels, high, wide)).astype(jnp.float32)
         first = jnp.broadcast_to(self.first[...].astype(jnp.float32), (b, 1, c.d_model))
@@ -131,6 +135,7 @@ class ViT(nnx.Module):
             return table
         grid = table[1:].reshape(*self.config.grid, -1)
         matrices = (bicubic(old, new) for old, new in zip(self.config.grid, (rows, columns)))
+        # Bicubic interpolation is separable: one matrix for each axis.
         resized = jnp.einsum("yY,xX,YXD->yxD", *matrices, grid)
         return jnp.concatenate([table[:1], resized.reshape(rows * columns, -1)])
 
@@ -139,6 +144,7 @@ def resized(model: ViT, image_size: tuple[int, int]) -> ViT:
     """Convert a model to another image size, by interpolating its position embeddings once."""
     config = dataclasses.replace(model.config, image_size=image_size)
     positions = model.positions_for(*config.grid).astype(model.positions.dtype)
+    # The new model is abstract and only provides the shapes; all values come from the old one.
     weights = {**leaves(model), "positions": positions}
     return map_leaves(lambda path, _: weights[path], ViT(config))
 
@@ -165,6 +171,7 @@ def flops(config: Config, pixels: tuple[int, int] | None = None) -> float:
     height, width = pixels or c.image_size
     # Sequence length n: one class token, then the patches.
     n = 1 + (height // c.patch_size[0]) * (width // c.patch_size[1])
+    # Multiply-adds: projections, feed-forward, then attention scores and weighted sums of values.
     layer = n * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff + 2 * n * c.d_model)
     return 2.0 * (c.n_layers * layer + n * math.prod(c.patch_size) * c.n_channels * c.d_model)
 

@@ -61,6 +61,7 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.d_model % 2:
             raise ValueError(f"d_model must be even (half sines, half cosines), got {self.d_model}")
+        # A gated unit has no feed-forward network, the other kinds need one.
         if (self.heads == "shga") == (self.d_ff > 0):
             requirement = "must be 0" if self.d_ff else "must be at least 1 (usually 4 or 5 times d_model)"
             raise ValueError(f"d_ff {requirement} with heads={self.heads!r}, got {self.d_ff}")
@@ -112,6 +113,7 @@ class Config:
         A block computes scores for W + X keys, of which a query needs W + 1, so smaller blocks waste less. Training
         needs the configured block: gradients depend on how long keys are seen individually.
         """
+        # Sequences are padded to multiples of `block`, so only its divisors cut them into whole blocks.
         sizes = [n for n in range(64, 129) if self.block % n == 0]
         small = self.block > 128 and sizes and not self.reference and target().rows_in_sequence
         return self.spec._replace(block=sizes[-1]) if small else self.spec
@@ -125,10 +127,13 @@ def flops(config: Config, length: int) -> float:
     gate = c.n_heads * c.d_v if c.heads == "shga" else 0
     unit = float(c.d_model * (c.n_heads * c.d_k + n * (c.d_k + c.d_v) + gate) + c.n_heads * c.d_v * c.d_model)
     if c.attention == "vq":
+        # A query is compared with the keys of its slice and with W + 1 distances, and a key with M codes to quantise
+        # it.
         span = c.window + c.block
         unit += c.n_heads * (span * (c.d_k + c.d_v) + (c.window + 1) * c.d_k) + n * c.n_codes * c.d_k
         unit += c.n_heads * c.n_codes * (c.d_k + c.d_v) if c.aggregate else 0
     else:
+        # With full attention, a query sees half of the sequence on average.
         unit += n * queries_per_key * (length / 2 * (c.d_k + c.d_v) + (c.window + 1) * c.d_k)
     layer = 2 * unit if c.heads == "shga" else unit + 2 * c.d_model * c.d_ff
     return 2.0 * length * (c.n_layers * layer + c.d_model * c.vocab_size)

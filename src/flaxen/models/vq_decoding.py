@@ -59,6 +59,7 @@ class VQDecoder(nnx.Module):
         ids, slots = tokens.reshape(-1), now.documents.shape[1]
         last = lax.dynamic_index_in_dim(now.documents, (time - 1) % slots, 1, keepdims=False)
         # An end token starts the next document, as in vq_lm.number_documents.
+        # Before the first token, `last` is 0, the number of an empty slot; documents are numbered from 1.
         number = jnp.maximum(last + jnp.isin(ids, jnp.asarray(c.eos_ids, jnp.int32)), 1)
         position = jnp.where(number != last, 0, now.position) if c.documents else now.position
         documents = lax.dynamic_update_index_in_dim(now.documents, number, time % slots, 1)
@@ -76,6 +77,7 @@ class VQDecoder(nnx.Module):
     def select(self, state: Decode, beams: Int[Array, "B G"]) -> Decode:
         """Reorder the state by beam index."""
         n, (time, now) = beams.shape[1], state
+        # The state has one row for each of the B · G sequences, with those of an input next to each other.
         rows = (jnp.arange(len(beams))[:, None] * n + beams).reshape(-1)
         return time, jax.tree.map(lambda a: a[rows], now)
 
@@ -100,6 +102,7 @@ def to_rings(config: Config, state: VQState, length: int) -> Decode:
     # Split [B, L, …] into one array for each layer and unit, so that a loop over tokens can update each in place.
     caches = [jax.tree.map(lambda a, i=i: a[:, i], cache) for i in range(c.n_layers) for cache in state.caches]
     if c.attention == "full":
+        # The tokens of the prompt fill the first slots; `length` empty ones follow.
         return jnp.asarray(state.documents.shape[1] - length, jnp.int32), state._replace(caches=tuple(caches))
     documents = jnp.pad(state.documents, ((0, 0), (0, 1)))
     rings = tuple(_to_ring(cache, c.aggregate) for cache in caches)

@@ -120,6 +120,7 @@ def fit_codebooks(model: VQLM, ids: Int[Array, "B T"], key: Array) -> VQLM:
 def _fit_unit(unit: Unit, x: Array, key: Array) -> Unit:
     """The unit with its codebook fitted to the keys that it computes from x."""
     c = unit.config
+    # [B, N, T, H] to [N, B · T, H]: every head has a codebook of its own.
     k = unit.project(x)[1].swapaxes(0, 1).reshape(c.key_heads, -1, c.d_k)
     sums, counts = codebook.fit(k, c.n_codes, key)
     fitted = {"sum": sums, "count": counts}
@@ -130,6 +131,7 @@ def _fit_unit(unit: Unit, x: Array, key: Array) -> Unit:
 
 def _with_layers(model: VQLM, layers: Layer) -> VQLM:
     """A copy of the model with other layers."""
+    # nnx modules are mutable; assigning to a rebuilt one leaves the argument unchanged.
     leaves, tree = jax.tree.flatten(model)
     copy = jax.tree.unflatten(tree, leaves)
     copy.layers = layers

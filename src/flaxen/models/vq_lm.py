@@ -89,6 +89,7 @@ class VQLM(nnx.Module):
             noises = DropoutKeys(*(_split_by_layer(key, c.n_layers) for key in (keys[1], noise.sequence)))
         x, caches, learning = self._run(x, plan, state.caches or (None,) * c.units, noises)
         if room is not None:
+            # Full attention has a slot for every token: those of the prompt, then empty ones.
             retained = jnp.pad(documents, ((0, 0), (0, room)))
         else:
             retained = seen[:, seen.shape[1] - c.window :]
@@ -108,6 +109,7 @@ class VQLM(nnx.Module):
             x, caches, learning = layer(x, plan, caches, noise)
             return x, (caches, learning)
 
+        # As in nn/stack.py, whose `run` cannot be used here because layers also return caches and losses.
         body = jax.checkpoint(body, policy=policy, prevent_cse=not c.scan)
         if c.scan:
             x, (caches, learning) = lax.scan(body, x, (self.layers, caches, noises))
@@ -141,6 +143,7 @@ class VQLM(nnx.Module):
     ) -> Float[Array, "B T V"]:
         """Logits of whole sequences of any length. `valid` is False for padding, which is on the left."""
         padding = -ids.shape[1] % self.config.block
+        # A pass needs whole blocks; padding before the text changes no result, since it is masked and not counted.
         valid = jnp.pad(jnp.ones(ids.shape, bool) if valid is None else valid, ((0, 0), (padding, 0)))
         hidden, _, _ = self(jnp.pad(ids, ((0, 0), (padding, 0))), valid=valid)
         return self.output(hidden[:, padding:])
@@ -163,6 +166,7 @@ class VQLM(nnx.Module):
         """
         weights = (labels >= 0).astype(jnp.float32)
         hidden, state, learning = self(ids, state, None, weights if learn else None, documents, noise)
+        # `cross_entropy` computes the logits, so their scale is applied to what it computes them from.
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32) * self.config.logit_scale
         bias = self.bias[...] * self.config.logit_scale
         table, targets = self.output_head.weight[...], jnp.maximum(labels, 0).reshape(-1)

@@ -99,6 +99,7 @@ class Unit(nnx.Module):
         # LayerDrop skips the unit for whole rows. Its cache and its codebook are still updated.
         if on_layer is not None and c.layer_drop:
             keep = keep_mask(on_layer, jnp.arange(len(x), dtype=jnp.uint32), c.layer_drop)
+            # Scaled up like dropout, so that nothing has to be scaled when not training.
             y = y * (keep / (1 - c.layer_drop)).astype(y.dtype)[:, None, None]
         return x + y, cache, learning
 

@@ -78,6 +78,7 @@ class Attention(nnx.Module):
         return self.output(y), cache
 
     def query(self, x: Float[Array, "B T D"]) -> Float[Array, "B N T H"]:
+        # [B, T, N, H] to [B, N, T, H]. Scaling queries is cheaper than scaling scores.
         return _scale(self.q(x).swapaxes(1, 2), self.scale)
 
     def keys_values(self, x: Float[Array, "B S D"]) -> KeysValues:
@@ -129,6 +130,7 @@ class JointCrossAttention(CrossAttention):
         self.scale = scale
 
     def keys_values(self, x: Float[Array, "B S D"]) -> KeysValues:
+        # [B, S, 2, N, H] to [2, B, N, S, H].
         k, v = jnp.moveaxis(self.kv(x), 2, 0).swapaxes(2, 3)
         return k, v
 

@@ -99,13 +99,16 @@ class Cache(NamedTuple):
 
     def _bias(self, beams: int, by_time: Float[Array, "N T"] | None) -> Float[Array, "#B #K #G S"]:
         times = self.times(beams)
+        # A token is written to the cache before the cache is read, so a query at `time` also sees the key at `time`.
         bias = jnp.zeros((1, len(times))) if by_time is None else by_time
         if self.writer is None:
+            # The heads of a cache are ordered by attention head, then by sequence, as `_by_head` lays them out.
             own = jnp.repeat(bias + jnp.where(times <= self.time, 0.0, MASKED), 1 if by_time is None else beams, axis=0)
             own = own[None, :, None]
         else:
             # At each time the shared buffer has one column per sequence; a sequence sees only its ancestor's.
             seen = (self.writer[..., None] == jnp.arange(beams)) & (times <= self.time)[:, None]  # [B, G, T, G]
+            # [B, N, G, T, G] to [B, N, G, T · G]: columns are ordered by time, then by the sequence that wrote them.
             own = bias[None, :, None, :, None] + jnp.where(seen, 0.0, MASKED)[:, None]
             own = own.reshape(*own.shape[:3], -1)
         if not self.prompt.shape[1]:
@@ -129,6 +132,7 @@ class Cache(NamedTuple):
         assert self.writer is not None, "this cache cannot be reordered; allocate it with reorder=True"
         writer = jnp.take_along_axis(self.writer, beams[:, :, None], axis=1)
         # From now on every sequence writes, and so reads, its own column.
+        # Beams are reordered after a step, when `time` is already that of the next token.
         future = jnp.arange(writer.shape[2]) >= self.time
         return self._replace(writer=jnp.where(future, jnp.arange(writer.shape[1])[:, None], writer))
 

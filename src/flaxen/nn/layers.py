@@ -134,6 +134,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"], dtype: DTypeLike) -> Float[Array, "*B D"]:
         x = x.astype(jnp.float32)
+        # The root mean square of a centred vector is its standard deviation.
         y = unit_rms(x - jnp.mean(x, axis=-1, keepdims=True), self.epsilon)
         return (_multiply(y, self.weight[...].astype(jnp.float32)) + self.bias[...].astype(jnp.float32)).astype(dtype)
 
@@ -183,6 +184,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    # The sigmoid approximation of GELU.
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
@@ -237,8 +239,10 @@ def keep_mask(key: Array, index: Array, rate: float) -> Array:
     JAX's own generator, threefry, would cost more than the layer that dropout acts on. Two rounds of a 32-bit integer
     hash fuse into the operation that uses the mask.
     """
+    # A threefry key is two 32-bit words; each of the two rounds mixes in one of them.
     words = jax.random.key_data(key).astype(jnp.uint32).reshape(-1)
     bits = _mix(_mix(index ^ words[0]) + words[1])
+    # A rate close to 1 would round to 2^32, which does not fit in 32 bits.
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 

@@ -70,6 +70,7 @@ def plan_local(
     block = min(BLOCK, segments.shape[1])
     width = -(-(block + 2 * radius) // 16) * 16  # keys in the slice of a block, rounded up to a multiple of 16
     distance = jnp.arange(width)[:, None] - radius - jnp.arange(block)
+    # The keys added by rounding up are farther away than the radius, so this masks them as well.
     band = bias(distance) + jnp.where(jnp.abs(distance) <= radius, 0.0, MASKED)
     return LocalPlan(segments, band, radius, rate, side)
 
@@ -134,6 +135,7 @@ def attend_local(
     n_blocks = -(-length // block)
     # Queries are padded at the end to whole blocks, keys at both ends so that every slice is complete. Padded keys have
     # segment 0.
+    # The last slice begins at key (n_blocks - 1) · block of the padded keys and has `width` of them.
     tail = (0, n_blocks * block - length)
     ends = (plan.radius, (n_blocks - 1) * block + width - plan.radius - length)
 
@@ -157,6 +159,7 @@ def attend_local(
         tensors += (save_for_backward(side[0]), save_for_backward(side[1]), plan.side.bias)
         # Shifted by 1 around the padding, so that padded queries get -1: no side token.
         indices += (pad(for_heads(plan.side.block) + 1, tail) - 1, for_heads(plan.side.owner))
+        # A side token sums at least `size` consecutive tokens.
         few = min(block, block // plan.side.size + 2)  # maximum number of side tokens that a block's queries belong to
     seed = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
     static = _Static(block, width, few, 0.0 if key is None else plan.rate)
@@ -231,6 +234,7 @@ def _attend_band(tensors: tuple[Array, ...], indices: tuple[Array, ...], seed: A
 def _split(tensors: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Split into the arrays with a batch axis, and the biases, which rows share, broadcast to every row."""
     q, k, v, band, *side = tensors
+    # Every row gets a copy because rows are computed separately; `_backward` adds up the gradients of the copies.
     biases = [band, *side[2:]]
     return (q, k, v, *side[:2]), tuple(jnp.broadcast_to(a, (len(q), *a.shape)) for a in biases)
 
@@ -292,13 +296,16 @@ def _backward(static: _Static, residuals: Any, g: Array) -> tuple[Any, None, Non
         def block(carry: Any, i: Array) -> tuple[Any, Array]:
             (dkeys, dvalues), dband, *dside_bias = carry
             queries, g_i, lse_i, delta_i = (head.queries_of(a, i) for a in (q, g, lse, delta))
+            # dq is summed transposed, [H, queries], so that its matmul runs along rows like the others.
             dq, start = jnp.zeros(queries.shape[::-1]), (i * static.t_block, jnp.zeros_like(i))
             dkeys, dvalues = list(dkeys), list(dvalues)
             parts = [(head.keys_of(k, i), head.keys_of(kt, i, 1), head.keys_of(v, i)), *sides]
             for part, ((k_part, kt_part, v_part), offset) in enumerate(zip(parts, head.offsets(i))):
+                # lse = log(sum of exp(score)), so this is the normalised softmax weight.
                 weights = jnp.exp(dot(k_part, queries, (1, 1)) + offset - lse_i)
                 dweights, dropped = dot(v_part, g_i, (1, 1)), weights
                 if static.rate:
+                    # `delta` needs no mask: it was computed from the output, which already has dropout in it.
                     keep = head.keep(i, part, weights.shape)
                     dweights, dropped = dweights * keep, weights * keep
                 dscores = weights * (dweights - delta_i)

@@ -43,6 +43,7 @@ class RelativeBias(nnx.Module):
         """The bias of every head at each distance (key - query), in f32."""
         table = self.weight[...].astype(jnp.float32)
         ids = relative_bucket(distance, self.bidirectional, table.shape[0], self.max_distance)
+        # [*R, N] to [N, *R]: attention works head by head.
         return jnp.moveaxis(table[ids], -1, 0)
 
 

@@ -55,6 +55,7 @@ def _scores(
         return near, None
     # Log-count bias: n quantised keys with the same code have the same score s, and their total weight in the softmax
     # is n · exp(s) = exp(s + log n). It multiplies the mean of their values.
+    # The maximum keeps log away from 0 in the branch that is not used.
     bias = jnp.where(counts > 0, jnp.log(jnp.maximum(counts, 1.0)), NEVER)
     if inputs.known is not None:
         bias = jnp.where(jnp.tile(inputs.known, query_heads)[:, None], bias, NEVER)

@@ -92,6 +92,7 @@ class TokenStep:
     ) -> Float[Array, "B N Q _"]:
         """Scores of the slots, followed by scores of the codes if keys beyond the window are attended to."""
         by_code = jnp.einsum("BNQH,NMH->BNQM", queries, codebook)
+        # Code M marks an empty slot. It is clipped to a valid index, and `_visible` masks its score.
         near = jnp.take_along_axis(by_code, jnp.minimum(ring.keys, codebook.shape[1] - 1)[:, :, None], axis=-1)
         # by_distance is ordered from distance W to 0. Rotated so that distance 0 is at the token's own slot, it is
         # ordered by slot.
@@ -112,6 +113,8 @@ class TokenStep:
         window, distance = self.spec.window, self.time - jnp.arange(keys.shape[2])
         scores = jnp.einsum("BNQH,BNSH->BNQS", queries, keys)
         scores = jnp.where(distance == 0, jnp.einsum("BNQH,BNTH->BNQT", queries, key), scores)
+        # by_distance begins with distance W, so distance d has index W - d. Only slots beyond the window, which get no
+        # bias below, and empty slots, which are masked, have an index that is clipped.
         bias = jnp.take(by_distance, jnp.clip(window - distance, 0, window), axis=-1)
         scores = scores + jnp.where(distance <= window, bias, 0.0)
         seen = self._visible() & ((distance <= window) | self.spec.aggregate)
@@ -134,6 +137,7 @@ class TokenStep:
         new = old + joins
         share = joins / jnp.maximum(new, 1.0)
         mean = ring.values.at[rows, heads, place].get(mode="fill", fill_value=0.0)
+        # With a count of 0, the stored mean may be that of an earlier document.
         mean = jnp.where((old > 0)[..., None], mean, 0.0)
         mean = mean * (1 - share)[..., None] + value * share[..., None]
         counts = counts.at[rows, heads, code].set(self.spec.rounded(new), mode="drop")

@@ -95,6 +95,7 @@ def _embed(encode: Any, static: tuple, model: Any, dense: list, ids: Array, vali
     for (weight, bias), activation in zip(dense, activations):
         x = ACTIVATIONS[activation](x @ weight.T + (0.0 if bias is None else bias))
     if normalise:
+        # The bound of torch.nn.functional.normalize.
         x = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
     return x
 
@@ -102,10 +103,12 @@ def _embed(encode: Any, static: tuple, model: Any, dense: list, ids: Array, vali
 def pool(x: Float[Array, "B T D"], valid: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
     """Pool the hidden states of each row's valid tokens to one vector: the first, the maximum or the mean."""
     if pooling == "first":
+        # Texts are padded on the right, so the first token is a real one.
         return x[:, 0]
     if pooling == "max":
         return jnp.where(valid[..., None], x, -jnp.inf).max(axis=1)
     total = jnp.where(valid[..., None], x, 0.0).sum(axis=1)
+    # Rows that fill up a batch have no valid tokens.
     return total / jnp.maximum(valid.sum(axis=1), 1)[:, None]
 
 

@@ -101,6 +101,7 @@ def load(
             raise InputError(f"dtype and compute must be one of {', '.join(DTYPES)}, got {name!r}")
     stored = read(files.locate(source, subfolder))
     config = computed_in(stored.config, compute or dtype)
+    # Checked before the weights are read, which takes longest.
     tokenizer = stored.tokenizer()
     check_tokenizer(tokenizer, config, stored.directory)
     model = stored.weights(config, DTYPES[dtype], adapter)

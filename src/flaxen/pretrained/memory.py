@@ -20,6 +20,7 @@ def remember(pretrained: "Pretrained", prompt: Any, memory: Memory | None = None
         raise InputError("a memory requires a Transformer-VQ with attention=vq")
     if memory is None:
         (ids,) = pretrained.encode([prompt])
+        # The last token stays unread: decoding begins by feeding it.
         return Memory(reader(pretrained.model, ids[:-1]), tuple(ids[-1:]), pretrained.digest)
     if memory.model != pretrained.digest:
         raise InputError("the memory was created by a model with other weights; read the text again with this model")

@@ -78,10 +78,12 @@ class Pretrained:
     @property
     def decoder(self) -> Decoder:
         """The model with its weights laid out for decoding; cached until a weight is replaced in place."""
+        # JAX arrays are immutable, so the same objects are the same weights.
         now = jax.tree.leaves(self.model)
         then, decoder = self.__dict__.get("_prepared", ([], None))
         if decoder is None or len(then) != len(now) or any(a is not b for a, b in zip(then, now)):
             decoder = prepare(self.family.decoder, self.model)
+            # The dataclass is frozen, so the cache is written to __dict__, as functools.cached_property does.
             self.__dict__["_prepared"] = (now, decoder)
         return decoder
 
@@ -127,6 +129,7 @@ class Pretrained:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         generator = self._generator(options)
         batches = self._batches(prompts, batch_size, generator.options.max_new_tokens, memory)
+        # Rows of -1 only fill up a batch and keep their number.
         outputs = generator.outputs((np.where(rows < 0, rows, rows + first), inputs) for rows, inputs in batches)
         ordered = sorted(outputs, key=lambda output: output.prompt)  # batches are sorted by length
         return [Generated(self._decode(output.tokens), *output) for output in ordered]

@@ -46,6 +46,7 @@ class PromptReader:
                     f"model's {limit:,} positions; shorten the prompt or reduce max_new_tokens"
                 )
         for rows, inputs in batches(encoded, batch_size, self.config.pad_id, left=rule.continues):
+            # None: there is no earlier state to continue from.
             yield rows, (*inputs, None) if rule.carries else inputs
 
     def encode(self, prompts: Prompts) -> list[list[int]]:

@@ -66,6 +66,7 @@ class Caption(Task):
         # The class token counts as a patch.
         patches = 1 + math.prod(config.encoder.grid)
         self.tokens = patches + round(float(np.minimum(self._train.lengths, self.length).mean()))
+        # The backward pass takes twice the operations of the forward pass.
         self.flops = 3 * family.flops(config, self.length)
         self.generation_metrics: tuple[str, ...] = metrics.NAMES if generation.examples and len(validation) else ()
         self._options = generation.options(objective.length)
@@ -105,6 +106,7 @@ class Caption(Task):
         n = min(self.validation_examples, limit or self.validation_examples)
         for first in range(0, n, size):
             batch = self._read_batch("validation", self._validation, np.arange(first, min(first + size, n)))
+            # Rows that only fill up the batch have image -1, which distinguishes them from unreadable images.
             fill = size - len(batch["labels"])
             yield {
                 name: np.pad(a, ((0, fill), *[(0, 0)] * (a.ndim - 1)), constant_values=0 if name == "pixels" else -1)

@@ -74,6 +74,8 @@ class Denoise(Task):
         """Iterate over the validation examples. Their masked spans never change, so that evaluations are comparable."""
         n = min(self.validation_examples, limit or self.validation_examples)
         for first in range(0, n, size):
+            # The noise of a row depends on its number, here that of the example, so it is the same for every batch
+            # size.
             batch = self._corrupt(
                 self._validation, np.arange(first, min(first + size, n)), (self.seed, EVALUATION), first
             )

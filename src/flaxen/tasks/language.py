@@ -181,6 +181,7 @@ class Language(Task):
         n = min(self.validation_examples, limit or self.validation_examples)
         length = self.objective.length
         if self.objective.continued:
+            # Row i reads sequences i · rounds to (i + 1) · rounds - 1, one after the other.
             rounds = -(-n // size)
             starts = np.arange(size) * rounds * length
             for number in range(rounds * self.chunks):
@@ -211,6 +212,7 @@ class Language(Task):
         nats = loss * self.measure.tokens
         values = {"bits_per_byte": nats / self.measure.bytes / math.log(2)}
         if self.measure.words:
+            # math.exp overflows a float above 709.
             values["word_perplexity"] = math.exp(min(nats / self.measure.words, 700.0))
         return values
 

@@ -49,6 +49,7 @@ class Seq2Seq(Task):
             raise InputError(f"{train.source.name} has no pairs left for training; add pairs")
         lengths = self._clip_lengths(train, "training")
         self._validation_lengths = self._clip_lengths(validation, "validation")
+        # XLA compiles a step for each combination of source and target length, so targets get half as many lengths.
         self.shapes = tuple(
             shapes(side, count) for side, count in zip(lengths.T, (objective.shapes, -(-objective.shapes // 2)))
         )
@@ -209,6 +210,7 @@ class Seq2Seq(Task):
         """Concatenate the pairs of each row and pad to `shape`. Segments number the pairs from 1; 0 is padding."""
         names = (("input_ids", "segments"), ("labels", "target_segments"))
         batch = {name: np.zeros((len(rows), n), np.int32) for pair, n in zip(names, shape) for name in pair}
+        # From 0 to -1: padding is not a label.
         batch["labels"] -= 1
         for row, numbers in enumerate(rows):
             at = [0, 0]

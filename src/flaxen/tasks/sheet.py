@@ -127,6 +127,7 @@ def write_sheet(path: Path, rows: Iterable[SheetEntry], title: str, note: str = 
             file.write(card(row))
             count += 1
         file.write(f"</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n")
+        # Overwrites the first of the reserved spaces; the script trims the others.
         file.seek(count_position)
         file.write(f"{count:,} image{'s' * (count != 1)}")
 

@@ -48,7 +48,8 @@ def value_and_grad(
         return jax.tree.map(jnp.add, accumulated, (sums, gradient)), carry
 
     keys = None if key is None else jax.random.split(key, pieces)
-    # [B, ...] -> [pieces, B / pieces, ...], scanned over the first axis.
+    # [B, ...] -> [pieces, B / pieces, ...], scanned over the first axis. The carry belongs to rows, so it is split like
+    # the batch and is not passed from piece to piece.
     split, carried = jax.tree.map(lambda leaf: leaf.reshape(pieces, -1, *leaf.shape[1:]), (batch, carry))
     zero = (Sums(*(jnp.zeros(()) for _ in Sums._fields)), jax.tree.map(jnp.zeros_like, model))
     (sums, gradient), carried = lax.scan(add, zero, (split, carried, keys))

@@ -42,6 +42,7 @@ class Checkpoints:
             read_only=read_only,
         )
         handlers = {"state": ocp.StandardCheckpointHandler(), "memory": ocp.JsonCheckpointHandler()}
+        # orbax refuses relative paths.
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options, item_handlers=handlers)
 
     @property
@@ -56,6 +57,8 @@ class Checkpoints:
         """
         items = ocp.args.Composite(state=ocp.args.StandardSave(leaves(state)), memory=ocp.args.JsonSave(memory))
         with self._writing():
+            # Set before saving: during a save orbax asks which checkpoints to delete. -1 is no step. `force` because
+            # orbax's own policy could otherwise skip the step.
             self._kept.best = -1 if best is None else best
             self._manager.save(step, args=items, force=True)
 
@@ -64,8 +67,10 @@ class Checkpoints:
         abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves(like).items()}
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore())
         try:
+            # Also inside the try: reading the metadata of a damaged checkpoint fails as well.
             self._check(step, like)
             restored = self._manager.restore(step, args=items)
+        # A checkpoint of another model is intact.
         except InputError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:  # each kind of damage raises a different error
@@ -126,6 +131,7 @@ def _remove_incomplete(directory: Path) -> None:
     Background writes still in progress may recreate the files, so repeat until none has reappeared for 0.5 seconds.
     """
     clean_checks = 0
+    # At most 10 seconds: the error message must not be delayed for ever.
     for _ in range(100):
         incomplete = list(directory.glob("*.orbax-checkpoint-tmp*"))
         for path in incomplete:

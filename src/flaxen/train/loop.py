@@ -48,8 +48,10 @@ def train(
     checkpoints = Checkpoints(run.checkpoints, training.keep)
     state, memory = _restore_or_start(checkpoints, stepper, abstract, initial)
     done, skipped = int(state.step), set[str]()  # completed steps; examples reported as unreadable
+    # Before anything is recorded: the steps after the checkpoint will run and be recorded once more.
     run.forget_after(done)
 
+    # Called in the prefetch thread, so reading, and copying to the device, overlap with the computation.
     def load_batch(step: int) -> dict[str, jax.Array]:
         batch = task.batch(step, training.batch_size)
         report_skipped(task.skipped_examples(batch), skipped)
@@ -64,6 +66,7 @@ def train(
         for tracker in trackers:
             cleanup.callback(tracker.close)
         records = Records(run, trackers, display)
+        # A complete run has no speed to compare with the peak, so the peak is not measured.
         speed = Throughput(task, training.batch_size, peak() if steps > done else None)
         if done:
             display.line(f"resuming from step {done:,} of {steps:,}")
@@ -88,6 +91,7 @@ def train(
             if not (log or validate or save or stopping):
                 continue
 
+            # Before evaluating and saving: if the step is not finite this raises, and the state reaches no checkpoint.
             memory.absorb(report, step, run.directory)
             pending = None
             speed.stop(step - done)
@@ -104,6 +108,7 @@ def train(
                 checkpoints.wait()
                 name = signal.Signals(received[0]).name
                 display.line(f"saved step {step:,} on {name}; rerun the same command to resume")
+                # The exit code by which shells report a process that a signal has ended.
                 raise SystemExit(128 + received[0])
             speed.start(step - done)  # exclude the time of evaluating and saving
 
@@ -129,6 +134,7 @@ def _restore_or_start(
         memory = LoopState(**remembered)
     else:
         state, memory = stepper.start(initial()), LoopState()
+    # keep_best may change when a run is resumed; a best step by another metric is meaningless.
     memory.compare_by(stepper.training.keep_best)
     # Commit the state to an explicit device, restored or not; otherwise a resumed run would compile a different
     # program.
@@ -191,6 +197,7 @@ def evaluate(
     with closing(prefetch(to_device, task.evaluation(size, limit))) as batches:
         for batch in batches:
             sums, carry = score(model, batch, carry)
+            # Added in f64, because in f32 a large total would swallow the low bits of each batch.
             total += np.asarray(sums, np.float64)
     return task.metrics(Sums(*total)) if total[-1] else {}  # the last sum is the number of labels
 

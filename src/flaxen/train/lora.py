@@ -78,7 +78,9 @@ def initial_adapter(model: Any, lora: LoRA, seed: int) -> Adapter:
     """
 
     def noise(path: str, leaf: jax.ShapeDtypeStruct) -> Array:
+        # crc32, because Python's own hash of a text differs between processes.
         draw = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(f"{path}.down".encode())]))
+        # PEFT draws from kaiming_uniform_(a=√5), which is uniform between ±1 / sqrt(number of inputs).
         width = math.prod(leaf.shape[int("layers" in path.split(".")) : -1]) ** -0.5
         return jnp.asarray(draw.uniform(-width, width, leaf.shape).astype(np.float32))
 
@@ -110,6 +112,7 @@ def merge(model: M, adapter: Adapter, scale: float) -> M:
         updates[f"{path}.weight"] = (scale * product).reshape(*stack, *inputs, *outputs)
 
     def add(path: Any, leaf: Array) -> Array:
+        # Added in f32 and rounded once, if the weights are bf16.
         change = updates.get(name(path))
         return leaf if change is None else (leaf.astype(jnp.float32) + change).astype(leaf.dtype)
 

@@ -39,6 +39,7 @@ def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Arra
     The rate is above 0 at every step including the first and the last, so that no update is wasted.
     """
     steps = schedule.steps or steps
+    # By default 2 % of the steps.
     warmup = steps // 50 if schedule.warmup is None else schedule.warmup
     floor = schedule.floor
     if warmup >= steps:
@@ -59,6 +60,7 @@ def learning_rate(schedule: Schedule, peak: float, steps: int) -> Callable[[Arra
     }
 
     def rate(step: Array) -> Array:
+        # Counted from 1, so that warmup does not start with a rate of 0.
         t = jnp.asarray(step, jnp.float32) + 1
         return peak * jnp.minimum(1.0, t / max(warmup, 1)) * laws[schedule.name](t)
 
@@ -95,6 +97,7 @@ def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> opta
     chain += _direction(optimizer)
     decay, scaled = optimizer.option("weight_decay"), optax.scale_by_learning_rate(rate)
     if optimizer.reference:  # decay is weight_decay · w, not multiplied by the learning rate
+        # `scaled` also turns the direction into a descent step, so a decay after it needs a minus sign.
         trained = optax.chain(*chain, scaled, optax.add_decayed_weights(-decay, mask=_decay_mask))
     elif decay:
         trained = optax.chain(*chain, optax.add_decayed_weights(decay, mask=_decay_mask), scaled)
@@ -109,6 +112,7 @@ def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> opta
     def labels(params: Any) -> Any:
         is_frozen = frozen(optimizer, params)
         names = map_leaves(lambda path, _: "codebook" if first_match(CODEBOOKS, path) else "trained", params)
+        # A codebook can be frozen as well.
         return jax.tree.map(lambda freeze, name: "frozen" if freeze else name, is_frozen, names)
 
     def select(params: Any) -> optax.GradientTransformation:
@@ -140,6 +144,7 @@ def running_means(decay: float, restart: float) -> optax.GradientTransformation:
             for path, counts in arrays.items():
                 if path.endswith("codebook.count"):
                     sum_path = path.removesuffix("count") + "sum"
+                    # The state counts updates, so a resumed run draws the same noise.
                     key = jax.random.fold_in(jax.random.key(0), state)
                     arrays[sum_path], arrays[path] = _restart_dead_codes(arrays[sum_path], counts, restart, key)
             moved = map_leaves(lambda path, _: arrays[path], moved)
@@ -193,6 +198,7 @@ def _direction(optimizer: Optimizer) -> list[optax.GradientTransformation]:
         case "adamw-rms":
             return [optax.scale_by_adam(option("b1"), option("b2"), option("eps")), scale]
         case "adafactor":
+            # The parts of optax.adafactor, with its clipping threshold of 1.
             return [per_matrix(optax.scale_by_factored_rms()), per_matrix(optax.clip_by_block_rms(1.0)), scale]
         case "lion":
             return [optax.scale_by_lion(option("b1"), option("b2"), jnp.bfloat16 if optimizer.reference else None)]

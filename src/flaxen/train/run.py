@@ -79,6 +79,7 @@ class Run(RunFiles):
 
     def __init__(self, directory: Path, config: dict[str, Any], fingerprint: dict[str, Any], complete: Complete = dict):
         """Create the run directory, or open an existing one to resume the same run."""
+        # Before the directory is created, so that a refused command leaves nothing behind.
         check(directory, config, complete)
         super().__init__(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -88,6 +89,8 @@ class Run(RunFiles):
                 check_fingerprint(directory, fingerprint)
             else:
                 _write(self.fingerprint, json.dumps(_environment() | {"resolved": fingerprint}, indent=2) + "\n")
+            # config.toml marks a directory as a run, so it is written last: what a process killed before leaves behind
+            # is in BEGUN.
             # Also when the run is resumed: settings in FREE, such as the path of the data, may have changed.
             _write(self.config, tomli_w.dumps(config))
         except BaseException:
@@ -109,6 +112,7 @@ class Run(RunFiles):
 
     def record(self, values: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl."""
+        # Not atomic: a killed process may leave half a line, which `forget_after` deletes.
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
@@ -142,6 +146,7 @@ def check_fingerprint(directory: Path, fingerprint: dict[str, Any]) -> None:
     `fingerprint` contains the sizes of the model and the digests of the data.
     """
     before = flat(json.loads(RunFiles(directory).fingerprint.read_text(encoding="utf-8"))["resolved"])
+    # Through JSON like the stored values, so that tuples compare equal to lists.
     now = flat(json.loads(json.dumps(fingerprint)))
     # A model field that did not exist when the run was started has its default value, which changes nothing.
     new = {name for name in now if name not in before and name.startswith("model.")}

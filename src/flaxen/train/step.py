@@ -60,6 +60,7 @@ class Stepper:
         merged: ModelFrom = lambda trained, base: trained,
         base: Callable[[], Any] = lambda: None,
     ):
+        # Only the names are needed, so any sums will do.
         metrics = [*task.metrics(Sums(*[jnp.ones(())] * len(Sums._fields))), *task.generation_metrics]
         best = training.keep_best
         if best is not None and best not in metrics:
@@ -71,6 +72,7 @@ class Stepper:
         self.task, self.training = task, training
         self.transform, self.optimizer = optim.make_optimizer(optimizer, self.rate), optimizer
         self.whole, self.merged, self._base = whole, merged, base
+        # The new state reuses the buffers of the old one: weights and optimizer state are in memory once.
         self._compiled_update = compiled(self._update, donate_argnums=0)
         self._compiled_gradient = compiled(self._gradient)
         self._compiled_score = compiled(
@@ -93,6 +95,7 @@ class Stepper:
 
     def update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Return the state after one training step, and its metrics; the given state is donated."""
+        # The base is an argument: jit would embed arrays of a closure in the program as constants.
         return self._compiled_update(state, batch, self.base)
 
     def gradient(self, state: TrainState, batch: Any) -> tuple[Sums, Any]:
