@@ -73,7 +73,7 @@ def test_train_evaluate_and_generate(text: Path) -> None:
     direct = run("generate", "run/model", "--text", "one two", "--max-new-tokens", "16", "--stream").out
     assert run("generate", "run/model", "--memory", "memory.npz", "--max-new-tokens", "16").out == direct
     run(*train("other", "--training.steps", "1"))
-    fails(("generate", "other/model", "--memory", "memory.npz"), "other weights")
+    fails(("generate", "other/model", "--memory", "memory.npz"), "different weights")
     fails(
         ("generate", "run/model", "--text", "a", "--save-memory", "m.npz", "--do-sample"),
         "cannot be combined with --out",

@@ -429,7 +429,7 @@ def test_full_disk_loses_nothing(material: Path, run: Path, tmp_path: Path) -> N
     fresh = arguments(material, tmp_path / "new", "--data.cache", tmp_path / "cache", "--quiet")
     tokens, checkpoint = child(fresh, arguments(material, out, "--quiet"), limit=10_000)
 
-    assert_rejected(tokens, 1, f"no space for the tokens of {material / 'text.txt'} in {tmp_path / 'cache'}")
+    assert_rejected(tokens, 1, f"not enough space in {tmp_path / 'cache'} for the tokens of {material / 'text.txt'}")
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -237,9 +237,9 @@ def test_full_disk_leaves_no_files(tmp_path: Path) -> None:
     run = child(source, tmp_path / "cache", limit=1_000_000)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 7, err
-    assert out.startswith("InputError no space for the tokens of")
+    assert out.startswith("InputError not enough space in")
     assert "File too large" in out
-    assert "MB are free" in out
+    assert "MB is free" in out
     assert "--data.cache" in out
     assert list((tmp_path / "cache").iterdir()) == []
 

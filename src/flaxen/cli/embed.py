@@ -42,7 +42,7 @@ class Embed:
     column: str = "text"
     """Table column with the text, or a template of columns such as 'query: {question}'."""
     out: Path | None = None
-    """Output file: .npy (float32, one row per text) or .jsonl. The file is created only when it is complete; if
+    """Output file: .npy (float32, one row per text) or .jsonl. The file appears once all output is written; if
     interrupted, rerun the command to resume. Default: JSON lines on standard output."""
     pooling: Literal["mean", "first", "cls", "max", "none"] | None = None
     """How to pool the token vectors of a text into one vector; 'cls' is another name for 'first'; 'none' outputs one

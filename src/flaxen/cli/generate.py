@@ -55,7 +55,7 @@ class Generate:
     adapter: str | None = None
     """Directory or hub id of a LoRA adapter to merge into the model. Default: none."""
     out: Path | None = None
-    """Output file, or directory for sampled images; it is created only when it is complete. If interrupted while
+    """Output file, or directory for sampled images; it appears once all output is written. If interrupted while
     writing JSON lines, rerun the command to resume. Default: standard output."""
     json: bool = False
     """Output JSON lines with text, tokens, logprobs, score, and the prompt's index and id, instead of plain text.

@@ -58,8 +58,8 @@ class TokenStore:
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > self.n_tokens):
             raise IndexError(
-                f"rows of {length} tokens at positions {starts.min()} … {starts.max()} "
-                f"extend past the end, {self.n_tokens}"
+                f"rows of {length} tokens at positions {starts.min()} to {starts.max()} "
+                f"extend past the end of the data ({self.n_tokens} tokens)"
             )
         result = np.empty((len(starts), length), np.int32)
         size = self._tokens.itemsize
@@ -125,7 +125,8 @@ class Tokens:
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(
-                f"rows of {length} tokens at positions {starts.min()} … {starts.max()} extend past the end, {len(self)}"
+                f"rows of {length} tokens at positions {starts.min()} to {starts.max()} "
+                f"extend past the end of the data ({len(self)} tokens)"
             )
         return self.store.rows(starts + self.first, length)
 
@@ -196,7 +197,7 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
         # The name of the store is a hash of the identity before reading, which must describe what was read.
         if source.identity() != identity:
             raise InputError(
-                f"{source.name} changed while it was being read; rerun the command when nothing writes to it"
+                f"{source.name} changed while it was being read; rerun the command when nothing is writing to it"
             )
         (fresh / "meta.json").write_text(json.dumps({**meta, "identity": identity}, indent=2) + "\n", encoding="utf-8")
         # Contents reach the disk before the rename, and the rename before the store is used: after a power failure the
@@ -218,8 +219,8 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
             else f"more than {done / 1e6:,.0f}"
         )
         raise InputError(
-            f"no space for the tokens of {source.name} in {root}: {error.strerror}; they need {need} MB and "
-            f"{(free + done) / 1e6:,.0f} MB are free. Free some space, or choose another directory with --data.cache"
+            f"not enough space in {root} for the tokens of {source.name}: {error.strerror}; {need} MB is needed, "
+            f"but only {(free + done) / 1e6:,.0f} MB is free. Free some space, or choose another directory with --data.cache"
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

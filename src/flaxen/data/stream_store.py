@@ -63,7 +63,8 @@ class ByteStream:
         starts = np.asarray(starts, np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(
-                f"rows of {length} bytes at positions {starts.min()} … {starts.max()} extend past the end, {len(self)}"
+                f"rows of {length} bytes at positions {starts.min()} to {starts.max()} "
+                f"extend past the end of the data ({len(self)} bytes)"
             )
         result = np.empty((len(starts), length), np.int32)
         for row, start in enumerate(starts):

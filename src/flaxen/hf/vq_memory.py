@@ -47,7 +47,7 @@ class Memory:
     def load(path: str | os.PathLike[str], config: Any) -> "Memory":
         """Load the memory of a model with this configuration."""
         if getattr(config, "attention", None) != "vq":
-            raise InputError("a memory requires a Transformer-VQ with attention=vq")
+            raise InputError("memory is supported only by Transformer-VQ models with attention=vq")
         try:
             with np.load(io.BytesIO(Path(path).read_bytes())) as file:
                 arrays = {name: file[name] for name in file.files}

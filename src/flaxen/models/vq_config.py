@@ -70,8 +70,8 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
         if self.rounded and self.form == "parallel":
             raise ValueError(
-                "form must be scan with reference=true in bfloat16, because the original rounds after each block; "
-                "got parallel"
+                "with reference=true and compute=bfloat16, form must be scan, because the original Transformer-VQ "
+                "rounds after each block; got parallel"
             )
         for name in ("embedding_dropout", "dropout", "position_drop", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:

@@ -38,8 +38,8 @@ class Schedule:
     """Number of steps the schedule spans; after that, linear, cosine and warmup-stable-decay stay at the floor.
     Default: the whole run."""
     reference: bool = False
-    """Reproduce the original Transformer-VQ schedule, whose first step has learning rate 0. The floor is a setting of
-    its own; the original used 0.1."""
+    """Reproduce the original Transformer-VQ schedule, whose first step has learning rate 0. The floor is not
+    affected; the original used 0.1."""
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 0:
