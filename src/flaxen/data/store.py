@@ -220,7 +220,8 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
         )
         raise InputError(
             f"not enough space in {root} for the tokens of {source.name}: {error.strerror}; {need} MB is needed, "
-            f"but only {(free + done) / 1e6:,.0f} MB is free. Free some space, or choose another directory with --data.cache"
+            f"but only {(free + done) / 1e6:,.0f} MB is free. "
+            "Free some space, or choose another directory with --data.cache"
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
