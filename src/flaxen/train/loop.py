@@ -130,7 +130,7 @@ def _restore_or_start(
     else:
         state, memory = stepper.start(initial()), LoopState()
     memory.compare_by(stepper.training.keep_best)
-    # Commit the state to an explicit device, restored or not; otherwise a resumed run would compile a different
+    # Commit the state, restored or new, to an explicit device; otherwise a resumed run would compile a different
     # program.
     return jax.device_put(state, jax.devices()[0]), memory
 
