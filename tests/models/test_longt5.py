@@ -30,7 +30,7 @@ CASES = [
     pytest.param(("local", 127, 16, 300, True, True), marks=pytest.mark.optimised),
     ("transient-global", 3, 2, 61, False, True),
     ("transient-global", 5, 3, 131, True, True),
-    ("transient-global", 15, 16, 9, True, False),  # shorter than a block of side tokens
+    ("transient-global", 15, 16, 9, True, False),  # shorter than a block of global tokens
     ("transient-global", 31, 8, 257, False, False),
     ("transient-global", 100, 12, 450, True, False),
     pytest.param(("transient-global", 127, 16, 700, True, False), marks=pytest.mark.optimised),
@@ -100,7 +100,7 @@ def test_logits_loss_gradients_and_tokens_equal_torch(longt5: tuple[Reference, i
     expected = {name: p.grad for name, p in reference.model.named_parameters()}
     assert named.keys() == expected.keys()
     for name, gradient in named.items():
-        if expected[name] is None or not expected[name].any():  # there is only one key, or no row has side tokens
+        if expected[name] is None or not expected[name].any():  # there is only one key, or no row has global tokens
             np.testing.assert_allclose(gradient, 0.0, atol=1e-7)
         else:
             close(gradient, expected[name], 1e-4)
@@ -168,7 +168,7 @@ def test_packed_rows_equal_separate_rows(attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ["local", "transient-global"])
 def test_padding_does_not_change_logits(attention: str) -> None:
-    """Padding on either side. (In transformers, padding in front moves the blocks of side tokens.)"""
+    """Padding on either side. (In transformers, padding in front moves the blocks of global tokens.)"""
     pretrained = flaxen.create(dataclasses.replace(LONG, attention=attention), 1)
     ids, _, labels = random_batch(50, 3, rows=1, source=37)
     decoder = np.maximum(labels, 0)

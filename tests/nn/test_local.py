@@ -20,11 +20,11 @@ def relative(seed: int) -> RelativeBias:
     return initialise(RelativeBias(N, 8, 20, True, 1.0), seed)
 
 
-def random_case(length: int, n_side: int, seed: int = 0) -> tuple[jax.Array, ...]:
+def random_case(length: int, n_global: int, seed: int = 0) -> tuple[jax.Array, ...]:
     draw = np.random.default_rng(seed)
     return tuple(
         jnp.asarray(draw.standard_normal((2, N, n, H)), jnp.float32)
-        for n in (length, length, length, length, n_side, n_side)
+        for n in (length, length, length, length, n_global, n_global)
     )
 
 
@@ -35,18 +35,20 @@ def segments_of(*rows: list[int]) -> jax.Array:
     return jnp.asarray([np.pad(row, (0, length - len(row))) for row in numbered], jnp.int32)
 
 
-def plain(q, k, v, bias, side_bias, plan: LocalPlan, radius: int, side=None):
-    """Textbook attention: one row of scores over all tokens and all side tokens."""
+def plain(q, k, v, bias, global_bias, plan: LocalPlan, radius: int, global_kv=None):
+    """Textbook attention: one row of scores over all tokens and all global tokens."""
     length = q.shape[2]
     distance = jnp.arange(length) - jnp.arange(length)[:, None]
     seen = (jnp.abs(distance) <= radius) & (plan.segments[:, :, None] == plan.segments[:, None])
     offset = bias(distance)[None] + jnp.where(seen, 0.0, MASKED)[:, None]
-    if side is not None:
-        assert plan.side is not None
-        side_distance = jnp.arange(plan.side.owner.shape[1]) - jnp.maximum(plan.side.block, 0)[..., None]
-        side_seen = plan.segments[:, :, None] == plan.side.owner[:, None]
-        far = jnp.moveaxis(side_bias(side_distance), 0, 1) + jnp.where(side_seen, 0.0, MASKED)[:, None]
-        k, v = (jnp.concatenate(pair, axis=2) for pair in zip((k, v), side))
+    if global_kv is not None:
+        assert plan.global_tokens is not None
+        global_distance = (
+            jnp.arange(plan.global_tokens.owner.shape[1]) - jnp.maximum(plan.global_tokens.block, 0)[..., None]
+        )
+        global_seen = plan.segments[:, :, None] == plan.global_tokens.owner[:, None]
+        far = jnp.moveaxis(global_bias(global_distance), 0, 1) + jnp.where(global_seen, 0.0, MASKED)[:, None]
+        k, v = (jnp.concatenate(pair, axis=2) for pair in zip((k, v), global_kv))
         offset = jnp.concatenate([offset, far], axis=3)
     return attend_plain(q, k, v, offset)
 
@@ -73,22 +75,22 @@ CASES = [
 @pytest.mark.parametrize(("case", "radius", "size"), CASES)
 def test_blocks_equal_plain_attention(case: str, radius: int, size: int | None) -> None:
     segments = segments_of(*SEGMENTS[case])
-    bias, side_bias = relative(1), relative(2)
-    n_side = segments.shape[1] // size if size else 0
-    q, k, v, g, *side = random_case(segments.shape[1], n_side)
+    bias, global_bias = relative(1), relative(2)
+    n_global = segments.shape[1] // size if size else 0
+    q, k, v, g, *global_kv = random_case(segments.shape[1], n_global)
     g = g * (segments > 0)[:, None, :, None]  # outputs at padding are never used
 
-    def ours(q, k, v, bias, side_bias, *side):
-        global_plan = plan_global(side_bias, segments, size) if size else None
+    def ours(q, k, v, bias, global_bias, *global_kv):
+        global_plan = plan_global(global_bias, segments, size) if size else None
         plan = plan_local(bias, segments, radius, 0.0, global_plan)
-        return attend_local(q, k, v, plan, None, side if global_plan is not None else None)
+        return attend_local(q, k, v, plan, None, global_kv if global_plan is not None else None)
 
-    def reference(q, k, v, bias, side_bias, *side):
-        global_plan = plan_global(side_bias, segments, size) if size else None
+    def reference(q, k, v, bias, global_bias, *global_kv):
+        global_plan = plan_global(global_bias, segments, size) if size else None
         plan = plan_local(bias, segments, radius, 0.0, global_plan)
-        return plain(q, k, v, bias, side_bias, plan, radius, side if global_plan is not None else None)
+        return plain(q, k, v, bias, global_bias, plan, radius, global_kv if global_plan is not None else None)
 
-    inputs = (q, k, v, bias, side_bias, *side)
+    inputs = (q, k, v, bias, global_bias, *global_kv)
 
     def value_and_vjp(f: Any) -> Any:
         return jax.jit(lambda inputs, g: (f(*inputs), jax.vjp(f, *inputs)[1](g)))(inputs, g)
@@ -114,8 +116,8 @@ def test_wide_band_equals_full_attention() -> None:
     np.testing.assert_allclose(wide[1, :, :41], full[1, :, :41], atol=1e-5)
 
 
-def test_masked_side_tokens_change_nothing() -> None:
-    q, k, v, _, *side = random_case(90, 5)
+def test_masked_global_tokens_change_nothing() -> None:
+    q, k, v, _, *global_kv = random_case(90, 5)
     segments = segments_of([90], [60])
     global_plan = plan_global(relative(2), segments, 16)
     assert global_plan is not None
@@ -125,54 +127,54 @@ def test_masked_side_tokens_change_nothing() -> None:
     def attention(owner: jax.Array | None) -> jax.Array:
         changed = None if owner is None else global_plan._replace(owner=owner)
         plan = plan_local(bias, segments, 11, 0.0, changed)
-        return attend_local(q, k, v, plan, None, None if changed is None else tuple(side))
+        return attend_local(q, k, v, plan, None, None if changed is None else tuple(global_kv))
 
     without = attention(None)
     np.testing.assert_allclose(attention(jnp.full_like(global_plan.owner, 7)), without, atol=1e-6)
     assert not np.allclose(attention(global_plan.owner), without, atol=1e-2)
 
 
-def test_side_tokens_are_blocks_of_each_segment() -> None:
+def test_global_tokens_are_blocks_of_each_segment() -> None:
     """Blocks start with each segment, the remainder joins the last block, and short segments have none."""
     segments = segments_of([10, 3, 4], [17])
-    side = plan_global(relative(0), segments, 4)
-    assert side is not None
-    np.testing.assert_array_equal(side.block[0], [0] * 4 + [1] * 6 + [-1] * 3 + [2] * 4)
-    np.testing.assert_array_equal(side.block[1], [0] * 4 + [1] * 4 + [2] * 4 + [3] * 5)
-    np.testing.assert_array_equal(side.owner, [[1, 1, 3, 0], [1, 1, 1, 1]])
+    global_tokens = plan_global(relative(0), segments, 4)
+    assert global_tokens is not None
+    np.testing.assert_array_equal(global_tokens.block[0], [0] * 4 + [1] * 6 + [-1] * 3 + [2] * 4)
+    np.testing.assert_array_equal(global_tokens.block[1], [0] * 4 + [1] * 4 + [2] * 4 + [3] * 5)
+    np.testing.assert_array_equal(global_tokens.owner, [[1, 1, 3, 0], [1, 1, 1, 1]])
     x = jnp.ones((2, 17, 5))
-    np.testing.assert_array_equal(block_sums(x, side)[..., 0], [[4, 6, 4, 0], [4, 4, 4, 5]])
+    np.testing.assert_array_equal(block_sums(x, global_tokens)[..., 0], [[4, 6, 4, 0], [4, 4, 4, 5]])
     assert plan_global(relative(0), segments_of([3], [2]), 4) is None
 
 
 def test_padding_in_front_does_not_move_blocks() -> None:
     """A text has the same blocks wherever it is in its row."""
     segments = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1, 1, 0]], jnp.int32)
-    side = plan_global(relative(0), segments, 3)
-    assert side is not None
-    np.testing.assert_array_equal(side.block[0], [-1, -1, -1, 0, 0, 0, 1, 1, 1, -1])
+    global_tokens = plan_global(relative(0), segments, 3)
+    assert global_tokens is not None
+    np.testing.assert_array_equal(global_tokens.block[0], [-1, -1, -1, 0, 0, 0, 1, 1, 1, -1])
 
 
 @pytest.mark.parametrize("size", [None, 4])
 def test_dropout_is_the_same_in_forward_and_backward(size: int | None) -> None:
     """Attention is linear in v, so its derivative along v is the function itself; along q, compare a numeric one."""
     segments = segments_of([90], [70])
-    q, k, v, _, *side = random_case(90, 90 // size if size else 0)
+    q, k, v, _, *global_kv = random_case(90, 90 // size if size else 0)
     global_plan = plan_global(relative(2), segments, size) if size else None
     plan, key = plan_local(relative(1), segments, 11, 0.5, global_plan), jax.random.key(3)
 
     @jax.jit
-    def f(q, v, side_v):
-        return attend_local(q, k, v, plan, key, (side[0], side_v) if size else None)
+    def f(q, v, global_v):
+        return attend_local(q, k, v, plan, key, (global_kv[0], global_v) if size else None)
 
-    out, back = jax.vjp(lambda *vs: f(q, *vs), v, side[1])
+    out, back = jax.vjp(lambda *vs: f(q, *vs), v, global_kv[1])
     np.testing.assert_allclose(
-        jnp.vdot(out, out), sum(jnp.vdot(d, x) for d, x in zip(back(out), (v, side[1]))), rtol=1e-5
+        jnp.vdot(out, out), sum(jnp.vdot(d, x) for d, x in zip(back(out), (v, global_kv[1]))), rtol=1e-5
     )
-    undropped = jax.jit(lambda q: attend_local(q, k, v, plan, None, tuple(side) if size else None))(q)
+    undropped = jax.jit(lambda q: attend_local(q, k, v, plan, None, tuple(global_kv) if size else None))(q)
     assert not np.allclose(out, undropped, atol=1e-2)
     direction = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
-    h = jax.jit(lambda e: f(q + e * direction, v, side[1]).sum())
+    h = jax.jit(lambda e: f(q + e * direction, v, global_kv[1]).sum())
     np.testing.assert_allclose(jax.grad(h)(0.0), (h(1e-2) - h(-1e-2)) / 2e-2, rtol=1e-2)
 
 
@@ -181,16 +183,16 @@ def test_bfloat16_is_finite_and_near_float32_over_16k_tokens_and_empty_rows() ->
     draw = np.random.default_rng(0)
     length, size = 16_384, 16
     q, k, v = (jnp.asarray(draw.standard_normal((2, 1, length, H)), jnp.float32) for _ in range(3))
-    side = tuple(jnp.asarray(draw.standard_normal((2, 1, length // size, H)), jnp.float32) for _ in range(2))
+    global_kv = tuple(jnp.asarray(draw.standard_normal((2, 1, length // size, H)), jnp.float32) for _ in range(2))
     segments = jnp.asarray([[1] * length, [0] * length], jnp.int32)
     bias = [initialise(RelativeBias(1, 8, 20, True, 1.0), seed) for seed in (1, 2)]
     plan = plan_local(bias[0], segments, 127, 0.0, plan_global(bias[1], segments, size))
 
-    def f(q, k, v, *side):
-        return attend_local(q, k, v, plan, None, side)
+    def f(q, k, v, *global_kv):
+        return attend_local(q, k, v, plan, None, global_kv)
 
-    exact = jax.jit(f)(q, k, v, *side)
-    half = [a.astype(jnp.bfloat16) for a in (q, k, v, *side)]
+    exact = jax.jit(f)(q, k, v, *global_kv)
+    half = [a.astype(jnp.bfloat16) for a in (q, k, v, *global_kv)]
     out, gradients = jax.jit(lambda *xs: (f(*xs), jax.vjp(f, *xs)[1](jnp.ones_like(xs[0]))))(*half)
     assert out.dtype == jnp.bfloat16
     for leaf in (out, *gradients):
@@ -198,10 +200,10 @@ def test_bfloat16_is_finite_and_near_float32_over_16k_tokens_and_empty_rows() ->
     np.testing.assert_allclose(out[0].astype(jnp.float32), exact[0], atol=0.06)
 
 
-def test_few_side_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries of one block can be part of several side tokens; the block length does not change the result."""
+def test_few_global_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of one block can be part of several global tokens; the block length does not change the result."""
     segments = segments_of([37, 41, 12], [90])
-    q, k, v, _, *side = random_case(90, 30)
+    q, k, v, _, *global_kv = random_case(90, 30)
     bias, tokens = relative(1), plan_global(relative(2), segments, 3)
     assert isinstance(tokens, GlobalTokens)
     results = []
@@ -209,7 +211,7 @@ def test_few_side_tokens_are_enough_for_every_block(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(local, "BLOCK", block)
 
         def attention(q: Any) -> Any:
-            return attend_local(q, k, v, plan_local(bias, segments, 6, 0.0, tokens), None, tuple(side))
+            return attend_local(q, k, v, plan_local(bias, segments, 6, 0.0, tokens), None, tuple(global_kv))
 
         results.append(jax.jit(attention)(q))
     np.testing.assert_allclose(results[0], results[2], atol=1e-5)

@@ -100,7 +100,7 @@ def test_noise_differs_by_step_and_from_evaluation(text: Path) -> None:
 
 @pytest.mark.parametrize("limit", [None, 10])
 def test_evaluation_has_each_example_once(limit: int | None, task: Denoise) -> None:
-    """The masked spans are the same for any batch size; rows without labels pad the last batch."""
+    """The masked spans are the same for any batch size; filler rows, without labels, complete the last batch."""
     assert task.validation_examples > 10
     n = limit or task.validation_examples
     expected = task._validation.rows(np.arange(n) * task.lengths.raw, task.lengths.raw)

@@ -159,7 +159,7 @@ def write_numbers(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _failure(code: int, stderr: str) -> str:
-    """Return why a process failed: the signal that ended it, or its exception. (JAX may print more lines after it.)"""
+    """Return why a process failed: the signal that ended it, or its exception. (JAX may print more after that.)"""
     lines = [line.rstrip() for line in stderr.splitlines() if line.strip()]
     if code == -signal.SIGKILL:
         return "killed by SIGKILL, probably out of memory"

@@ -241,7 +241,7 @@ def _load_tokenizer_of_new_model(model: ModelSettings, family: Family) -> Tokeni
 def _resize_images(
     config: Any, family: Family, processor: ImageProcessor | None, size: int | None
 ) -> tuple[Any, ImageProcessor | None]:
-    """Resize the encoder and the image preprocessing to `size`, if one is given."""
+    """Resize the encoder and the image preprocessing to `size`, if it is given."""
     if family.prompting.reads != "image" or not family.parts:
         if size is not None:
             raise InputError("model.image_size has no effect with a model that does not read images; remove it")

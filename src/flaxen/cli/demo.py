@@ -177,7 +177,7 @@ def _print_curve(console: "Console", files: RunFiles) -> None:
 
 
 def _fill_blanks(console: "Console", model: "Pretrained", held_out: list[str], training: list[str]) -> None:
-    """Mask one word in each sentence, show what the model predicts, and count how often it is the original word."""
+    """Mask one word in each sentence, show what the model predicts, and count how often that is the original word."""
     from rich.table import Table
 
     draw = random.Random(1)

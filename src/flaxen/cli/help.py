@@ -160,7 +160,10 @@ def _add(group: Any, members: list[Flag]) -> None:
 
 
 def _help(flag: Flag) -> str:
-    """The help text, with the default in parentheses. 'Default: ….' at its end describes a default that is empty."""
+    """The help text, with the default in parentheses.
+
+    If the default is None, () or False, the field's docstring may describe it in a last sentence, 'Default: ….'.
+    """
     text, _, described = flag.help.partition("Default: ")
     text = text.strip()
     if flag.default is dataclasses.MISSING:

@@ -34,7 +34,7 @@ class Command:
 
     kind: Any
     about: str | None = None  # None: the docstring of `kind`
-    settings: Any = None  # the task's settings, if it is the command of a task
+    settings: Any = None  # the task's settings; None if the command does not belong to a task
     hidden: tuple[str, ...] = ()  # settings that are not offered as flags
 
     @property

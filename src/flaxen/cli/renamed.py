@@ -10,7 +10,7 @@ RENAMED = {
     "writing": "generation",
     "objective.density": "objective.noise_density",
     "objective.smoothing": "objective.label_smoothing",
-    "pictures": "sample_images",  # of `generate`
+    "pictures": "sample_images",  # a flag of `flaxen generate`
 }
 
 

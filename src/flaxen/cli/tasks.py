@@ -150,7 +150,7 @@ def _default(original: dataclasses.Field, hint: Any, plain: Any) -> Any:
 
 
 def check_unused(run_settings: Settings, paths: tuple[str, ...], where: str) -> None:
-    """Raise if a flag or recipe changes one of these settings, which have no effect; `where` names the case."""
+    """Raise if a flag or recipe changes one of these settings, which have no effect; `where` says in which case."""
     defaults = TASKS[run_settings.task].settings(
         model=dataclasses.replace(run_settings.model, image_size=None), out=run_settings.out
     )

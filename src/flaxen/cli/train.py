@@ -75,6 +75,6 @@ def record(settings: Settings) -> dict[str, Any]:
 
 
 def completed(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Add the defaults of settings that did not exist when the run was started to its recorded settings."""
+    """Return the recorded settings of a run, with defaults for settings that did not exist when it was started."""
     row, where = TASKS.get(recorded.get("task", "denoise")), "config.toml of the run"
     return record(from_dict(row.settings, current_settings(recorded, where), where)) if row else recorded

@@ -167,7 +167,7 @@ def _read_coco(path: Path, invalid: Invalid) -> dict[str, Any] | None:
     if kind_of(path) != ".json" or not next(decoded(path, invalid, ignore_progress), "").lstrip().startswith("{"):
         return None
     first = next((line for line in lines(decoded(path, invalid, ignore_progress)) if line.strip()), "")
-    for text in (first, None):  # try one line first: for JSON lines it parses, and the rest is not read
+    for text in (first, None):  # try the first line alone: in JSON lines it parses, and the rest is not read
         try:
             coco = json.loads("".join(decoded(path, invalid, ignore_progress)) if text is None else text)
         except (ValueError, RecursionError):

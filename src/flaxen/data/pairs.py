@@ -181,7 +181,7 @@ class Template:
 
 
 def _items(row: dict[str, Any], templates: tuple[Template, ...], where: str) -> list[int | None]:
-    """Return the indices that `*` takes in a row; [None] if no template has one."""
+    """Return the indices that `*` takes in a row; [None] if no template has a `*`."""
     lists = {
         path.split(".*")[0]: path
         for template in templates

@@ -57,7 +57,7 @@ def _read_images(path: Path, size: int | None) -> np.ndarray:
 
 
 def _read_array(path: Path) -> np.ndarray:
-    """Read the array of a .npy file, or the one that holds images from a .npz file (a zip archive)."""
+    """Read the array of a .npy file, or the array of images in a .npz file (a zip archive)."""
     try:
         with path.open("rb") as raw:  # opened here, because np.load leaves a damaged archive open
             if raw.read(2) != b"PK":

@@ -154,7 +154,10 @@ def _gather(
     count: Int64[np.ndarray, "R spans"],
     width: int,
 ) -> Int32[np.ndarray, "R width"]:
-    """Build rows of `width` tokens, run by run: `count` positions copy the raw token `shift` positions further on."""
+    """Build rows of `width` tokens, run by run.
+
+    Each of the next `count` positions gets the raw token that is `shift` positions further on.
+    """
     count[:, -1] += 1  # the position of eos
     result = np.empty((len(raw), width), np.int32)
     position = np.add.outer(np.arange(BLOCK) * raw.shape[1], np.arange(width))

@@ -186,7 +186,7 @@ class TextStream:
 
 @dataclass(frozen=True)
 class Splits:
-    """The streams of a corpus by split, and the shape of an image if it consists of images, else ()."""
+    """The streams of a corpus by split, and the shape of its images, () for text and bytes."""
 
     splits: dict[str, Stream]
     shape: tuple[int, ...]
@@ -222,8 +222,8 @@ def pieces(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (inputs, targets) starting at each of `starts`, padded at the end of the stream.
 
-    Inputs are targets shifted right. Their first token is eos, or the token before the piece if it is `inner`, that is,
-    continues a sequence.
+    Inputs are targets shifted right. Their first token is eos or, if the piece is `inner` (continues a sequence),
+    the token before the piece.
     """
     starts = np.asarray(starts, np.int64)
     targets = np.full((len(starts), length), pad, np.int32)

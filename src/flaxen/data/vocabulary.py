@@ -45,7 +45,7 @@ def train_sentencepiece(
         try:
             yield from _split_sentences(texts)
         except (Exception, KeyboardInterrupt) as error:
-            failures.append(error)  # kept, because the trainer raises a RuntimeError with only its message
+            failures.append(error)  # kept, because the trainer's own RuntimeError contains only the message
             raise
 
     model = io.BytesIO()

@@ -37,7 +37,7 @@ def batches(
 
 
 def groups(order: Sequence[int], batch_size: int) -> Iterator[np.ndarray]:
-    """Split `order` into batches; the last one is filled up with -1 to a power of two, to limit recompilation."""
+    """Split `order` into batches; filler rows (-1) extend the last batch to a power of two, to limit recompilation."""
     for first in range(0, len(order), batch_size):
         group = order[first : first + batch_size]
         rows = np.full(min(batch_size, 1 << (len(group) - 1).bit_length()), -1, np.int32)

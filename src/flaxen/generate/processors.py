@@ -88,7 +88,7 @@ def forbid_ngrams(logits: Array, context: TokenHistory, n: int) -> Array:
 
 
 def forbid_words(logits: Array, context: TokenHistory, words: list[tuple[int, ...]]) -> Array:
-    """Forbid the last token of each bad word whose other tokens are the latest ones."""
+    """Forbid the last token of each bad word if its other tokens are the latest tokens."""
     for word in words:
         # A word of one token has no prefix to compare: `all` over an empty axis is True, so it is always forbidden.
         n = len(word) - 1
@@ -115,7 +115,10 @@ def force(logits: Array, token: int, now: Array) -> Array:
 
 
 def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
-    """Apply temperature, top-k, top-p, nucleus and min-p, in this order, to the logits before sampling."""
+    """Apply temperature, top-k, top-p, `nucleus` and min-p, in this order, to the logits before sampling.
+
+    `nucleus` is the variant of top-p in the original Transformer-VQ code.
+    """
     if options.temperature is not None:
         logits = logits / context.numbers["temperature"]
     # Like transformers, sample from the 50 most likely tokens by default; 0 means all of them.
@@ -129,7 +132,8 @@ def narrow(logits: Array, context: TokenHistory, options: Options) -> Array:
         best = jax.lax.top_k(logits, k)[0]
         threshold = best[..., -1:]
         if options.top_p is not None:
-            # A token is kept if the probabilities of more likely ones sum to less than p, so its own is subtracted.
+            # A token is kept if the probabilities of more likely tokens sum to less than p, so its own probability is
+            # subtracted.
             weights = jax.nn.softmax(best, axis=-1)
             kept = jnp.cumsum(weights, axis=-1) - weights < context.numbers["top_p"]
             threshold = jnp.min(jnp.where(kept, best, jnp.inf), axis=-1, keepdims=True)

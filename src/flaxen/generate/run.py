@@ -32,7 +32,10 @@ class Generator:
     eos: tuple[int, ...]
 
     def outputs(self, batches: Iterable[tuple[np.ndarray, Any]]) -> Iterator[Output]:
-        """Yield num_return_sequences outputs per prompt. A batch is (prompt index of each row or -1, inputs)."""
+        """Yield num_return_sequences outputs per prompt.
+
+        A batch is (rows, inputs); `rows` holds the index of each row's prompt, or -1 for a filler row.
+        """
         for rows, inputs in batches:
             search = self.advance(self.begin(rows, inputs), self.options.max_new_tokens)
             yield from self._collect(search, rows)

@@ -33,7 +33,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens: Int[Array, "B G"], state: Any) -> tuple[Float[Array, "B G V"], Any]:
-        """Feed one token per sequence; return the logits of the next one and the new state."""
+        """Feed one token per sequence; return the logits of the next token and the new state."""
         ...
 
     def select(self, state: Any, beams: Int[Array, "B G"]) -> Any:
@@ -86,7 +86,7 @@ def begin(
     options: Options,
     pad: int,
 ) -> Sampling | Beams:
-    """Start a search that may generate up to `room` tokens. Rows of -1 only fill up the batch: they start finished."""
+    """Start a search that may generate up to `room` tokens. Filler rows (index -1) start finished."""
     first, state = decoder.start(inputs, room, options.beams, reorder=options.num_beams > 1)
     # Arrays in a compiled loop cannot grow, so the buffers have their final size from the start.
     tokens = jnp.pad(first, ((0, 0), (0, 0), (0, room)), constant_values=pad)

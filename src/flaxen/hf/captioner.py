@@ -47,7 +47,7 @@ def write_config(config: Config, dtype: str) -> dict[str, Any]:
         "encoder": vit.write_config(config.encoder, dtype),
         "decoder": gpt2.write_config(config.decoder, dtype),
         **special_ids(config),
-        "tie_word_embeddings": False,  # of encoder and decoder; the decoder's config says whether its head is tied
+        "tie_word_embeddings": False,  # between encoder and decoder; the decoder's config says whether its head is tied
         "torch_dtype": dtype,
     }
 

@@ -8,7 +8,7 @@ from flaxen.tree import T
 
 
 def with_options(config: T, **options: Any) -> T:
-    """Set options of how the model is computed (compute, remat, scan), in every nested configuration."""
+    """Set options that control how the model is computed (compute, remat, scan), in every nested configuration."""
     return _map_parts(config, lambda part: dataclasses.replace(part, **options))
 
 

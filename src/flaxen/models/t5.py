@@ -197,6 +197,7 @@ class Stack(nnx.Module):
         c = config
         self.layers = stacked(Layer(c, decoder), c.n_decoder_layers if decoder else c.n_layers)
         self.bias = None if c.bias_per_layer else relative_bias(c, decoder)
+        # The relative bias of the global tokens. Checkpoints contain this name, so it cannot be changed.
         self.side_bias = relative_bias(c, decoder) if c.attention == "transient-global" and not decoder else None
         self.norm = RMSNorm(c.d_model, c.epsilon, c.factor)
         self.config, self.causal = config, decoder
@@ -211,8 +212,8 @@ class Stack(nnx.Module):
         # Local attention pads queries and keys and recognises padding by segment 0, so it needs segments even without a
         # mask.
         segments = jnp.ones((batch, length), jnp.int32) if mask is None else mask.astype(jnp.int32)
-        side = None if self.side_bias is None else plan_global(self.side_bias, segments, c.global_block)
-        return plan_local(self.bias, segments, c.radius, c.dropout, side)
+        global_tokens = None if self.side_bias is None else plan_global(self.side_bias, segments, c.global_block)
+        return plan_local(self.bias, segments, c.radius, c.dropout, global_tokens)
 
     def __call__(
         self,
@@ -332,12 +333,12 @@ def encoder_flops(config: Config, source: int) -> float:
     feed_forward = (3 if c.gated else 2) * c.d_model * c.d_ff
     # Multiply-adds per layer. A query that sees n keys costs 2 · n · inner: half for scores, half for the weighted sum
     # of values.
-    seen, side = source, 0
+    seen, n_global = source, 0
     if c.attention != "full":
-        side = source // c.global_block if c.attention == "transient-global" else 0
-        seen = min(source, 2 * c.radius + 1) + side
+        n_global = source // c.global_block if c.attention == "transient-global" else 0
+        seen = min(source, 2 * c.radius + 1) + n_global
     # Four projections per token, and keys and values of the global tokens.
-    layer = source * (4 * c.d_model * inner + feed_forward + 2 * seen * inner) + side * 2 * c.d_model * inner
+    layer = source * (4 * c.d_model * inner + feed_forward + 2 * seen * inner) + n_global * 2 * c.d_model * inner
     return 2.0 * c.n_layers * layer
 
 

@@ -14,7 +14,7 @@ from flaxen.nn.vq_plan import NEVER, HeadInputs, VQSpec
 from flaxen.nn.vq_ring import Ring
 
 # A sequence is computed in 8 segments, each against the keys up to its own end. Of all T × T scores, the half above the
-# diagonal is masked; this way only a sixteenth of them are computed unnecessarily.
+# diagonal is masked; this way only a sixteenth of all scores is computed unnecessarily.
 SEGMENTS = 8
 
 

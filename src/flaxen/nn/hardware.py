@@ -57,7 +57,7 @@ CPU = Target(
     # up to a fifth less memory at the same speed.
     compiler_options=(("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),),
 )
-_explicit = jax.make_user_context(None)  # part of the key of JAX's tracing cache, so another target retraces
+_explicit = jax.make_user_context(None)  # part of the key of JAX's tracing cache: a new target causes retracing
 
 
 def target() -> Target:
@@ -213,6 +213,6 @@ def write_after_read(index: Array, read: Array) -> Array:
     A loop that reads a buffer and writes to it can then do so in place. Without the dependency XLA may order the write
     first, and then it copies the whole buffer at every step to keep the values that are still to be read.
     """
-    # Adds 0, which the compiler cannot know: no number is both NaN and 0.
+    # Always adds 0, because no number is both NaN and 0; the compiler does not know that, so the dependency remains.
     first = read.reshape(-1)[0]
     return index + (jnp.isnan(first) & (first == 0)).astype(index.dtype)

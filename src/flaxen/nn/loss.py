@@ -45,7 +45,7 @@ def cross_entropy(
     rows, vocab = hidden.shape[0], head.shape[0]
     chunk = min(rows, chunk or max(CHUNK_ROWS, CHUNK_ELEMENTS // vocab))
     n = -(-rows // chunk)
-    chunk = -(-rows // n)  # equal chunks; padded rows have weight 0
+    chunk = -(-rows // n)  # equal chunks; rows added as padding have weight 0
     pad = n * chunk - rows
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(n, chunk, -1)
     labels = jnp.pad(labels, (0, pad)).reshape(n, chunk)
@@ -62,7 +62,8 @@ def _chunk(
     logits = jnp.dot(hidden, head_t, preferred_element_type=jnp.float32)
     logits = logits if bias is None else logits + bias
     lse = jax.nn.logsumexp(logits, axis=-1)
-    # The loss is lse minus the expected logit under the target distribution: the label's, or smoothed with the mean.
+    # The loss is lse minus the expected logit under the target distribution: the label's logit or, with label
+    # smoothing, a weighted mean of it and the mean logit.
     gold = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     target = gold if label_smoothing == 0.0 else (1.0 - label_smoothing) * gold + label_smoothing * logits.mean(axis=-1)
     loss = jnp.sum(weights * (lse - target + z_loss * jnp.square(lse)))

@@ -256,7 +256,7 @@ def _block_inputs(spec: VQSpec, operands: ScanOperands, constants: ScanConstants
 
 
 def _slice_evicted(spec: VQSpec, a: Array, i: Array) -> Array:
-    """The rows of `a`, one for each key, of the X keys that leave the window after block i."""
+    """The rows of `a`, which has one row per key, for the X keys that leave the window after block i."""
     return lax.dynamic_slice_in_dim(a, i * spec.block, spec.block)
 
 
@@ -335,9 +335,9 @@ def _merge_all_blocks(
         return _merge_evicted(spec, constants, values, i, zero, jnp.zeros_like(constants.means))
 
     def merge(a: tuple, b: tuple) -> tuple:
-        """Merge range a of blocks with the range b after it. Pairs (count, mean) merge to the sum of counts and the
-        mean weighted by counts, which is associative. If a block of b starts a new document, keep_b is
-        False and drops a."""
+        """Merge range `a` of blocks with the range `b` after it. Pairs (count, mean) merge to the sum of counts and the
+        mean weighted by counts, which is associative. If a block of `b` starts a new document, keep_b is
+        False, and `a` is dropped."""
         keep_a, count_a, mean_a = a
         keep_b, count_b, mean_b = b
         retained = count_a * keep_b[..., None]

@@ -107,8 +107,10 @@ def block_backward(
     scale: SoftmaxScale,
     dout: Float[Array, "QX U"],
 ) -> BlockGradients:
-    """Gradients of a block, given the gradient of its output. Softmax weights are recomputed from the saved scale:
-    that takes a fortieth of the matmuls, while saving the weights would take a third of the memory.
+    """Gradients of a block, given the gradient of its output.
+
+    Softmax weights are recomputed from the saved scale. In vq-mini that takes a fortieth of the matmul FLOPs of a
+    training step, while saving the weights would take almost a third of the memory kept for the backward pass.
 
     With weights p = exp(score - top) / total and out = Σ p v, the gradient of a score is p (dout · v - dout · out).
     The term dout · out is the same for all keys and codes. Scores of keys pass gradients to queries, distances and
@@ -148,8 +150,8 @@ def skew(spec: VQSpec, x: Float[Array, "Q X E"]) -> Float[Array, "QX S"]:
     """Convert scores by distance (W first, 0 last) to scores by key: the relative-shift trick, by reshapes alone.
 
     Key j is at distance W + i - j from query i of the block, so the row of query i moves i places to the right.
-    Future keys get NEVER. Keys farther than W get 0, that is, no distance bias, as they are not in the means yet; they
-    get NEVER if keys beyond the window are not attended to at all.
+    Future keys get NEVER. Keys farther than W have no distance bias. They get 0 rather than NEVER, because they are not
+    in the means yet; they get NEVER only if keys beyond the window are not attended to at all.
     """
     size, block = spec.window + spec.block, spec.block
     # Pad each row from E = W + 1 to S + 1 columns, one more than a row of the result. Read as rows of S, every row then

@@ -70,7 +70,7 @@ class Embedder:
             static = (self.pooling, tuple(layer.activation for layer in self.dense), bool(self.normalise))
             output = np.asarray(_embed(self._pretrained.family.encode, static, self._pretrained.model, dense, *arrays))
             for row, index in enumerate(rows):
-                if index >= 0:  # -1 marks rows that only pad the batch
+                if index >= 0:  # -1 marks a filler row
                     embeddings[index] = output[row, : len(ids[index])] if self.pooling == "none" else output[row]
         return embeddings
 

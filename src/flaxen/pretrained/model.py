@@ -116,8 +116,8 @@ class Pretrained:
         Args:
             prompts: texts or lists of token ids; for a captioner images, as paths, PIL images or pixel arrays.
             batch_size: number of prompts to decode in parallel. It does not affect the outputs.
-            memory: state of a Transformer-VQ, from `remember`; the output continues it, followed by a single
-                prompt, which may be empty.
+            memory: state of a Transformer-VQ, from `remember`. The model starts from this state, reads a single prompt,
+                which may be empty, and then generates.
             first: index of the first prompt, if `prompts` is a slice of a longer list; sampling depends on the index.
             **options: fields of `flaxen.Options`, such as `max_new_tokens`, `num_beams` or `do_sample`. They override
                 the checkpoint's generation_config.json.
@@ -146,8 +146,8 @@ class Pretrained:
 
         Args:
             texts: texts or lists of token ids.
-            pooling: how token vectors become one, over all real tokens including the end token: 'mean', 'max', 'first'
-                (also called 'cls'), or 'none' for a list of arrays [T, D] with one vector per token.
+            pooling: how the vectors of all real tokens, including the end token, are combined into one: 'mean', 'max',
+                'first' (also called 'cls'), or 'none' for a list of arrays [T, D] with one vector per token.
             normalise: scale each embedding to length 1.
             batch_size: number of texts to encode in parallel. It does not affect the embeddings.
             length: maximum number of tokens; longer texts are truncated, with a warning.
@@ -192,7 +192,7 @@ class Pretrained:
                 return
 
     def remember(self, prompt: str | Sequence[int], memory: Memory | None = None) -> Memory:
-        """Read a text with a Transformer-VQ and return its state, for `generate` and `stream` to continue from.
+        """Read a text with a Transformer-VQ and return the model's state, for `generate` and `stream` to continue from.
 
         With `memory` the text continues an earlier one. The size of the result does not depend on the length of the
         text.
@@ -208,7 +208,10 @@ class Pretrained:
         return self.prompts.pixels(images)
 
     def save(self, directory: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
-        """Save as a Hugging Face checkpoint, which transformers 4 and 5 load with equal logits.
+        """Save as a Hugging Face checkpoint.
+
+        transformers 4 and 5 can load it and compute the same outputs, except for a Transformer-VQ, which they do not
+        support.
 
         An existing checkpoint in `directory` is replaced only once the new one is complete. Weights are split into
         files of at most `shard_bytes` bytes.
@@ -234,14 +237,14 @@ class Pretrained:
 
     @classmethod
     def over_bytes(cls, model: Any) -> "Pretrained":
-        """Wrap a model, with a byte tokenizer if its vocabulary has the size of that tokenizer."""
+        """Wrap a model, with a byte tokenizer if the two vocabularies have the same size."""
         tokenizer = ByteTokenizer.plain()
         return cls(model, tokenizer if model.config.vocab_size == tokenizer.size else None)
 
     def _batches(
         self, prompts: Prompts, batch_size: int, new: int, memory: Memory | None
     ) -> Iterable[tuple[np.ndarray, Any]]:
-        """Convert prompts to batches of (prompt indices, inputs); with a memory there is only one."""
+        """Convert prompts to batches of (prompt indices, inputs); with a memory there is only one batch."""
         if memory is not None:
             return [memories.continued(self, prompts, memory)]
         return self.prompts.batches(prompts, batch_size, new)

@@ -34,7 +34,7 @@ class PromptReader:
         if rule.reads == "image":
             images = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
             for rows in groups(range(len(images)), batch_size):
-                # Rows of -1 pad the batch: any image will do.
+                # Filler rows (index -1) can hold any image.
                 yield rows, self.pixels([images[max(row, 0)] for row in rows])
             return
         encoded = self.encode(prompts)
@@ -82,7 +82,7 @@ class PromptReader:
         return self.tokenizer.encode(prompt, eos=eos, specials=self.family.prompting.specials)
 
     def continuation(self, prompt: Any, what: str = "prompt") -> list[int]:
-        """Convert to ids, without an end token, a prompt that the output continues."""
+        """Return the ids, without an end token, of a prompt that the output continues."""
         return self.ids(prompt, what, eos=False)
 
     def pixels(self, images: Any) -> np.ndarray:

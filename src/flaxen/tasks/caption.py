@@ -123,7 +123,7 @@ class Caption(Task):
         return {"pixels": values[rows], "labels": labels, "image": tokens.image[numbers].astype(np.int32)}
 
     def skipped_examples(self, batch: Batch, part: str = "training") -> list[str]:
-        """Describe the images of a batch that cannot be read: rows without labels that are not padding."""
+        """Describe the images of a batch that cannot be read: rows without labels, except filler rows."""
         source = self.sets[part]
         unreadable = np.unique(batch["image"][(batch["labels"] < 0).all(axis=1)])
         return [self._problem(part, i, _read_error(source, i)) for i in unreadable.tolist() if i >= 0]
@@ -164,7 +164,7 @@ class Caption(Task):
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for rows in groups(range(n), batch_size):
-                # Rows of -1 pad the batch: they repeat image 0, and their output is dropped.
+                # Filler rows (index -1) repeat image 0, and their output is dropped.
                 values, failed = pixels(source, np.maximum(rows, 0).tolist(), self.processor)
                 for row, reason in failed:
                     unreadable.add(int(rows[row]))

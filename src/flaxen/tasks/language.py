@@ -43,7 +43,8 @@ class LanguageConfig(Protocol):
 class LanguageModel(Protocol):
     """What the task needs from an architecture: functions of its configuration or of a model.
 
-    Modules with these names implement it: flaxen.models.vq_language and flaxen.models.gpt2_language.
+    Modules that define functions with these names implement it: flaxen.models.vq_language and
+    flaxen.models.gpt2_language.
     """
 
     def adapt_config(self, config: Any, objective: LanguageObjective, image: tuple[int, ...], training: bool) -> Any:
@@ -163,7 +164,10 @@ class Language(Task):
         return self._chunk(self.train, sequences * self.objective.length, chunk)
 
     def _chunk(self, stream: Stream, starts: np.ndarray, chunk: int, fresh: bool | None = None) -> Batch:
-        """Return one chunk of the sequences at these starts. By default only the first one starts with empty memory."""
+        """Return one chunk of the sequences at these starts.
+
+        By default only the first chunk of a sequence starts with empty memory.
+        """
         c, length = self.config, self.objective.chunk
         at = starts + chunk * length
         fresh = chunk == 0 if fresh is None else fresh

@@ -66,7 +66,10 @@ class Task(ABC):
 
     @abstractmethod
     def evaluation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Iterate once over the validation examples, or the first `limit`; rows without labels pad the last batch."""
+        """Iterate once over the validation examples, or the first `limit`.
+
+        Filler rows, which have no labels, complete the last batch.
+        """
 
     @abstractmethod
     def loss(self, model: Any, batch: dict[str, Array], carry: Any, key: Array | None) -> tuple[Sums, Any]:

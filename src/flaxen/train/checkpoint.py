@@ -51,7 +51,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, memory: dict[str, Any], best: int | None = None) -> None:
-        """Save a checkpoint and retain the one of step `best`.
+        """Save a checkpoint, and keep the checkpoint of step `best`.
 
         Returns when the arrays are copied; they are written in the background during the next steps.
         """
@@ -63,7 +63,10 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def restore(self, step: int, like: T) -> tuple[T, dict[str, Any]]:
-        """Load the training state and loop state of a step. `like` is an abstract or concrete one of the same model."""
+        """Load the training state and loop state of a step.
+
+        `like` is a training state of the same model, abstract or concrete.
+        """
         abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves(like).items()}
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore())
         try:

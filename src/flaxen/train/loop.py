@@ -136,7 +136,7 @@ def _restore_or_start(
         state, memory = stepper.start(initial()), LoopState()
     # keep_best may change when a run is resumed; a best step by another metric is meaningless.
     memory.compare_by(stepper.training.keep_best)
-    # Commit the state to an explicit device, restored or not; otherwise a resumed run would compile a different
+    # Commit the state, restored or new, to an explicit device; otherwise a resumed run would compile a different
     # program.
     return jax.device_put(state, jax.devices()[0]), memory
 

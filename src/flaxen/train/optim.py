@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, built from optax. Tables over paths say how each weight is treated."""
+"""Optimizers and learning-rate schedules, built from optax. Tables of path patterns say how each weight is treated."""
 
 import math
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def running_means(decay: float, restart: float) -> optax.GradientTransformation:
     """Update codebooks as exponential moving averages: sums and counts become decay · old + (1 - decay) · new.
 
     The model's "gradient" of a codebook is minus its new statistics. A dead code, whose count has fallen below
-    `restart`, takes over half of the sum and count of one of the most frequent codes, with a little noise.
+    `restart`, is given half of the sum and count of one of the most frequent codes, with a little noise.
     """
 
     def update(gradient: Any, state: Array, params: Any = None) -> tuple[Any, Array]:

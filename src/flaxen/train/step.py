@@ -107,7 +107,7 @@ class Stepper:
         return self._compiled_score(trained, batch, carry, self.base)
 
     def _gradient(self, state: TrainState, batch: Any, base: Any) -> tuple[Sums, Any, Any]:
-        # Noise depends only on (seed, step), so a resumed run draws the same.
+        # Noise depends only on (seed, step), so a resumed run draws the same noise.
         key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
 
         def loss(trained: Any, *rest: Any) -> tuple[Sums, Any]:
@@ -116,7 +116,7 @@ class Stepper:
         pieces = self.training.accumulate
         divisor = self.task.divisor(batch)
         _, sums, gradient, carry = value_and_grad(loss, state.model, batch, pieces, key, state.carry, divisor)
-        if self.optimizer.freeze:  # XLA then drops the computation of these gradients as dead code
+        if self.optimizer.freeze:  # XLA drops the computation of gradients that are not used
             is_frozen = optim.frozen(self.optimizer, gradient)
             gradient = jax.tree.map(lambda frozen, leaf: jnp.zeros_like(leaf) if frozen else leaf, is_frozen, gradient)
         return sums, gradient, carry
