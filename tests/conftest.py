@@ -69,21 +69,22 @@ def limit_mappings() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def compile_in_haste(
-    request: pytest.FixtureRequest, in_haste: Callable[[bool], AbstractContextManager[None]]
+def compile_fast(
+    request: pytest.FixtureRequest, fast_compile: Callable[[bool], AbstractContextManager[None]]
 ) -> Iterator[None]:
     """Compile with few optimisations, in a quarter of the time, because tests run a program only a few times.
 
     Tests marked `optimised` compile as users do. So do subprocesses, whose results therefore differ from this process's
-    in the last bits, and fixtures with module scope unless they use `in_haste`. FLAXEN_OPTIMISED=1 optimises all tests.
+    in the last bits, and fixtures with module scope unless they use `fast_compile`. FLAXEN_OPTIMISED=1 optimises
+    all tests.
     """
-    with in_haste(not optimised(request.node)):
+    with fast_compile(not optimised(request.node)):
         yield
 
 
 @pytest.fixture(scope="session")
-def in_haste() -> Callable[[bool], AbstractContextManager[None]]:
-    """A context manager `in_haste(True)` that compiles with few optimisations; with False, as users do."""
+def fast_compile() -> Callable[[bool], AbstractContextManager[None]]:
+    """A context manager `fast_compile(True)` that compiles with few optimisations; with False, as users do."""
     import jax
     from jax._src import compiler
 
@@ -155,11 +156,11 @@ def make_reference(family: str, directory: Path, seed: int = 0) -> Reference:
     if family != "t5-1.0":
         # transformers 5 ties the head of a new model; real checkpoints of these families have an untied head.
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
-    shaken(model).save_pretrained(directory)
+    randomise_weights(model).save_pretrained(directory)
     return Reference(model, directory)
 
 
-def shaken(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+def randomise_weights(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Randomise the norms of a model and enlarge its other weights, so that its outputs vary."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

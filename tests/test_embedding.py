@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import SMALL, Reference, shaken
+from conftest import SMALL, Reference, randomise_weights
 from safetensors.numpy import load_file
 
 import flaxen
@@ -34,7 +34,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("encoder")
     torch.manual_seed(0)
     model = transformers.T5EncoderModel(transformers.T5Config(**{**SMALL, "vocab_size": 384}))
-    shaken(model).save_pretrained(directory)
+    randomise_weights(model).save_pretrained(directory)
     transformers.ByT5Tokenizer().save_pretrained(directory)
     return directory
 

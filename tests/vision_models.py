@@ -21,7 +21,7 @@ GPT2 = {
 }  # fmt: skip
 
 
-def shaken(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+def randomise_weights(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Randomise biases and norms of a model and enlarge its other weights, so that its outputs vary."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -43,12 +43,12 @@ def saved(model: transformers.PreTrainedModel, directory: Path) -> Reference:
 
 def make_vit(directory: Path, seed: int = 0, **changes: Any) -> Reference:
     torch.manual_seed(seed)
-    return saved(shaken(transformers.ViTModel(transformers.ViTConfig(**VIT | changes))), directory)
+    return saved(randomise_weights(transformers.ViTModel(transformers.ViTConfig(**VIT | changes))), directory)
 
 
 def make_gpt2(directory: Path, seed: int = 0, **changes: Any) -> Reference:
     torch.manual_seed(seed)
-    return saved(shaken(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | changes))), directory)
+    return saved(randomise_weights(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | changes))), directory)
 
 
 def make_pair(directory: Path, seed: int = 0, width: int = 32, **decoder: Any) -> Reference:
@@ -58,7 +58,7 @@ def make_pair(directory: Path, seed: int = 0, width: int = 32, **decoder: Any) -
         transformers.ViTConfig(**VIT | {"hidden_size": width}), transformers.GPT2Config(**GPT2 | decoder)
     )
     config.decoder_start_token_id = config.pad_token_id = config.eos_token_id = 1
-    model = shaken(transformers.VisionEncoderDecoderModel(config))
+    model = randomise_weights(transformers.VisionEncoderDecoderModel(config))
     model.generation_config.update(decoder_start_token_id=1, pad_token_id=1, eos_token_id=1)
     return saved(model, directory)
 

@@ -59,7 +59,7 @@ def main() -> None:
         seed=0,
     )
     stepper = Stepper(task, Optimizer("adamw", learning_rate=1e-4), Schedule("constant", warmup=0), training)
-    state = stepper.start(initialise(T5(config), seed=0))
+    state = stepper.init_state(initialise(T5(config), seed=0))
 
     waited, making = 0.0, []
 

@@ -66,7 +66,7 @@ def run(worker: Worker, most: int) -> None:
             Training(steps=1000, batch_size=len(source), accumulate=pieces(source, most)),
         )
         state, pretrained = (
-            stepper.start(pretrained.model),
+            stepper.init_state(pretrained.model),
             None,
         )  # drop the other reference to the initial weights, which are donated
         batch = jax.device_put(task.batch(0, len(source)))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flaxen.pretrained import Generated, Pretrained, create, load
 
 __all__ = ["Generated", "InputError", "Options", "Pretrained", "create", "load"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _HOME = {
     "load": "flaxen.pretrained",  # a checkpoint directory or hub id -> Pretrained
     "create": "flaxen.pretrained",  # a Config -> Pretrained with random weights

@@ -53,10 +53,12 @@ def flags(material: Path, out: Path, *more: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def trained(
-    material: Path, tmp_path_factory: pytest.TempPathFactory, in_haste: Callable[[bool], AbstractContextManager[None]]
+    material: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    fast_compile: Callable[[bool], AbstractContextManager[None]],
 ) -> Path:
     out = tmp_path_factory.mktemp("run") / "run"
-    with in_haste(True):
+    with fast_compile(True):
         done = command(*flags(material, out, "--optimizer.freeze", "embedding.*", "encoder.layers.mlp.*"))
     assert done.code == 0, done.err
     assert "108 training pairs, 12 validation pairs" in done.err

@@ -18,7 +18,7 @@ import peft as theirs
 import pytest
 import torch
 import transformers
-from conftest import SMALL, Reference, make_reference, random_batch, shaken
+from conftest import SMALL, Reference, make_reference, random_batch, randomise_weights
 from safetensors.numpy import load_file, save_file
 from vision_models import close, make_gpt2, make_pair, make_vit, pixels
 
@@ -43,7 +43,7 @@ def make_longt5(directory: Path) -> Reference:
     config = transformers.LongT5Config(
         **SMALL, encoder_attention_type="transient-global", local_radius=3, global_block_size=4
     )
-    model = shaken(transformers.LongT5ForConditionalGeneration(config).eval())
+    model = randomise_weights(transformers.LongT5ForConditionalGeneration(config).eval())
     model.save_pretrained(directory)
     return Reference(model, directory)
 

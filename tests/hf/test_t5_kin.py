@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import GATED, SMALL, Reference, make_reference, random_batch, shaken, torch_generate
+from conftest import GATED, SMALL, Reference, make_reference, random_batch, randomise_weights, torch_generate
 
 import flaxen
 from flaxen.errors import InputError
@@ -28,7 +28,7 @@ def make_variant(name: str, head: bool, directory: Path) -> Reference:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**{**SMALL, **fields})).eval()
     if head:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
-    shaken(model).save_pretrained(directory)
+    randomise_weights(model).save_pretrained(directory)
     path = directory / "config.json"
     # As transformers 4 wrote it: without the field in which transformers 5 stores the scaling.
     saved = {**json.loads(path.read_text()), **fields, "scale_decoder_outputs": None, "transformers_version": "4.23.1"}

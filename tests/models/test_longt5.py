@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import SMALL, Reference, random_batch, shaken, torch_generate
+from conftest import SMALL, Reference, random_batch, randomise_weights, torch_generate
 from transformers.models.longt5 import modeling_longt5
 
 import flaxen
@@ -72,7 +72,7 @@ def longt5(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     model = transformers.LongT5ForConditionalGeneration(config).eval()
     if not tied:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
-    shaken(model).save_pretrained(tmp_path)
+    randomise_weights(model).save_pretrained(tmp_path)
     return Reference(model, tmp_path), length
 
 

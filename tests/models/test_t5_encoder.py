@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from commands import command
-from conftest import GATED, SMALL, random_batch, shaken
+from conftest import GATED, SMALL, random_batch, randomise_weights
 from safetensors.numpy import load_file, save_file
 
 import flaxen
@@ -31,7 +31,7 @@ KINDS = {
 def make_encoder(name: str, directory: Path) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **KINDS[name]})
-    model = shaken(getattr(transformers, f"{name}EncoderModel")(config).eval())
+    model = randomise_weights(getattr(transformers, f"{name}EncoderModel")(config).eval())
     model.save_pretrained(directory)
     return model
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from vision_models import close, gradients, make_vit, pixels, same_gradients, saved, shaken
+from vision_models import close, gradients, make_vit, pixels, randomise_weights, same_gradients, saved
 
 import flaxen
 from flaxen.errors import InputError
@@ -74,7 +74,7 @@ def test_checkpoint_round_trips_through_transformers(tmp_path: Path) -> None:
 def test_vit_loads_from_a_classifier(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.ViTConfig(**{**make_vit(tmp_path / "vit").model.config.to_dict(), "num_labels": 5})
-    reference = saved(shaken(transformers.ViTForImageClassification(config)), tmp_path / "classifier")
+    reference = saved(randomise_weights(transformers.ViTForImageClassification(config)), tmp_path / "classifier")
     images = pixels()
     theirs = reference.model.vit(torch.tensor(images)).last_hidden_state.detach()
     loaded = flaxen.load(tmp_path / "classifier")

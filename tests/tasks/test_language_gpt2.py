@@ -136,7 +136,7 @@ def test_adapter_training_lowers_the_loss() -> None:
         language, Optimizer("adamw", learning_rate=3e-2), Schedule("constant", 0), Training(steps=8, batch_size=9),
         whole, base=lambda: model,
     )  # fmt: skip
-    state = stepper.start(adapter)
+    state = stepper.init_state(adapter)
     assert state.carry is None
     for step in range(8):
         state, _ = stepper.update(state, jax.device_put(language.batch(step, 9)))

@@ -209,7 +209,7 @@ def test_training_changes_only_the_adapter(accumulate: int, rate: float) -> None
     )
     adapter = lora.initial_adapter(GPT2(config), settings, 0)
     trained, started = size(adapter), leaves(jax.tree.map(np.array, adapter))
-    state, batch, losses = stepper.start(adapter), task.batch(0, 4), []
+    state, batch, losses = stepper.init_state(adapter), task.batch(0, 4), []
     for step in range(STEPS):
         if step == STEPS - 1 and not rate:
             score = task.metrics(stepper.score(state.model, batch)[0])["loss"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flaxen.errors import InputError
-from flaxen.train.run import Run, check, check_fingerprint, flat, read_config
+from flaxen.train.run import Run, check_directory, check_fingerprint, flat, read_config
 
 CONFIG: dict[str, Any] = {
     "out": "somewhere",
@@ -87,7 +87,7 @@ def test_records_after_the_checkpoint_are_deleted(run: Run) -> None:
 def test_other_directories_are_refused(name: str, tmp_path: Path) -> None:
     """Without config.toml, even files of a run are refused, because they could belong to any run."""
     (tmp_path / name).mkdir()
-    for attempt in (check, lambda *given: Run(*given, FACTS)):
+    for attempt in (check_directory, lambda *given: Run(*given, FACTS)):
         with pytest.raises(InputError, match=rf"is not a Flaxen run directory \(it contains {name}\)"):
             attempt(tmp_path, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -96,16 +96,16 @@ def test_other_directories_are_refused(name: str, tmp_path: Path) -> None:
 def test_unexpected_file_in_a_run_is_refused(run: Run) -> None:
     for name in ("checkpoints", "model", "best", "metrics.jsonl", "events.out.tfevents.1", ".model.1234.partial"):
         (run.directory / name).touch()
-    check(run.directory, CONFIG)
+    check_directory(run.directory, CONFIG)
     (run.directory / "thesis.tex").touch()
     with pytest.raises(InputError, match=r"\(it contains thesis\.tex\)"):
-        check(run.directory, CONFIG)
+        check_directory(run.directory, CONFIG)
 
 
 def test_file_is_refused_and_empty_directory_accepted(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="is a file"):
-        check(tmp_path / "file", CONFIG)
+        check_directory(tmp_path / "file", CONFIG)
     (tmp_path / "empty").mkdir()
     Run(tmp_path / "empty", CONFIG, FACTS).close()
 

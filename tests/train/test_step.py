@@ -42,7 +42,7 @@ def task_of(config: Config, text: Path) -> Denoise:
 
 
 def losses(stepper: Stepper, model: object) -> list[float]:
-    state, values = stepper.start(model), []
+    state, values = stepper.init_state(model), []
     for step in range(STEPS):
         state, report = stepper.update(state, stepper.task.batch(step, stepper.training.batch_size))
         values.append(float(report.sums.loss / report.sums.weight))

@@ -11,7 +11,7 @@ import pytest
 
 from flaxen.errors import InputError
 from flaxen.train.settings import Tracking
-from flaxen.train.tracking import check, trackers
+from flaxen.train.tracking import check_installed, trackers
 
 CONFIG = {"training": {"steps": 3}}
 
@@ -52,7 +52,7 @@ def test_services_are_called_with_project_and_run_name(
     stub = SimpleNamespace(**{name: lambda *a, _name=name, **k: calls.append((_name, a, k)) for name in names})
     monkeypatch.setitem(sys.modules, service, stub)  # type: ignore[arg-type]
     tracking = Tracking(**{service: "a project"})
-    check(tracking)
+    check_installed(tracking)
     (tracker,) = trackers(tracking, tmp_path / "run 7", CONFIG)
     tracker.log({"train/loss": 2.0}, 5)
     tracker.close()
@@ -87,12 +87,12 @@ def test_missing_package_is_an_input_error(
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    for attempt in (lambda: check(tracking), lambda: trackers(tracking, tmp_path, CONFIG)):
+    for attempt in (lambda: check_installed(tracking), lambda: trackers(tracking, tmp_path, CONFIG)):
         with pytest.raises(InputError, match=message):
             attempt()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_trackers_by_default(tmp_path: Path) -> None:
-    check(Tracking())
+    check_installed(Tracking())
     assert trackers(Tracking(), tmp_path, CONFIG) == []

@@ -131,7 +131,7 @@ def test_sequence_of_updates_equals_original(name: str, accumulate: int) -> None
     task = FromGolden(original, model)
     training = Training(steps=50, batch_size=2, accumulate=accumulate)
     stepper = Stepper(task, optimizer(optimisation, settings["c_gamma"]), schedule(optimisation), training)
-    state = stepper.start(model)
+    state = stepper.init_state(model)
     rows = files.original_rows(model.config)
     for step in range(settings["sequence_len"] // settings["update_len"]):
         batch = task.batch(step, 2)
@@ -168,7 +168,7 @@ def test_dead_codes_are_revived() -> None:
     params = {"codebook": {"sum": sums, "count": counts}}
     zero = jax.tree.map(jnp.zeros_like, params)
     for restart in (0.0, 0.1):
-        transform = optim.running_means(0.99, restart)
+        transform = optim.exponential_moving_averages(0.99, restart)
         changes, _ = transform.update(zero, transform.init(params), params)
         after = jax.tree.map(jnp.add, params, changes)["codebook"]
         assert float(after["count"].sum()) == pytest.approx(0.99 * float(counts.sum()), rel=1e-3)

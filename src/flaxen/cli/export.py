@@ -42,6 +42,6 @@ class Export:
                 f"{path} has no checkpoint of step {step}; available: {', '.join(map(str, checkpoints.steps))}"
             )
         components = build(settings)
-        state, _ = checkpoints.restore(step, jax.eval_shape(components.stepper.start, components.abstract))
+        state, _ = checkpoints.restore(step, jax.eval_shape(components.stepper.init_state, components.abstract))
         components.export(state.model, self.out)
         print(f"exported step {step} of {path} to {self.out}")

@@ -49,9 +49,9 @@ class Replay:
         checkpoints = Checkpoints(RunFiles(self.out).checkpoints, read_only=True)
         earlier = [step for step in checkpoints.steps if step < self.step]
         if earlier:
-            state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.start, components.abstract))
+            state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.init_state, components.abstract))
         else:
-            state = stepper.start(components.initial())
+            state = stepper.init_state(components.initial())
         first = int(state.step)
         console = Console(soft_wrap=True, highlight=False, emoji=False)
         console.print(

@@ -46,11 +46,11 @@ class Train(Generic[S]):
         from flaxen.cli.build import build
         from flaxen.train import tracking
         from flaxen.train.loop import train
-        from flaxen.train.run import Run, RunFiles, check
+        from flaxen.train.run import Run, RunFiles, check_directory
 
         process.quiet_checkpoints()
-        check(settings.out, recorded, completed)  # fail before spending time on the data
-        tracking.check(settings.tracking)
+        check_directory(settings.out, recorded, completed)  # fail before spending time on the data
+        tracking.check_installed(settings.tracking)
         components = build(settings)
         # Load the weights of a new run before creating its directory, so that an error leaves nothing behind. A
         # resumed run restores its own checkpoint instead.

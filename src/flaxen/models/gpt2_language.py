@@ -8,7 +8,16 @@ from jaxtyping import Bool, Int
 from flaxen.models.gpt2 import GPT2, Config, flops
 from flaxen.nn.loss import Sums
 
-__all__ = ["adapt_config", "check", "flops", "has_codebooks", "initial_carry", "language_loss", "notes", "prepare"]
+__all__ = [
+    "adapt_config",
+    "check",
+    "flops",
+    "has_codebooks",
+    "initial_carry",
+    "language_loss",
+    "notes",
+    "prepare_model",
+]
 
 # Settings of the objective for carried state or quantisation, neither of which GPT-2 has.
 UNUSED = ("update", "continued", "commit", "codebooks")
@@ -69,6 +78,6 @@ def language_loss(
     return model.loss(inputs, labels, key=key)[1], None
 
 
-def prepare(model: GPT2, inputs: Int[Array, "B T"], key: Array, objective: Any) -> GPT2:
+def prepare_model(model: GPT2, inputs: Int[Array, "B T"], key: Array, objective: Any) -> GPT2:
     """Return the model unchanged: there are no codebooks to initialise from the data."""
     return model

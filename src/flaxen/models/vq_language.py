@@ -86,7 +86,7 @@ def language_loss(
     return sums, state
 
 
-def prepare(model: VQLM, inputs: Int[Array, "B T"], key: Array, objective: Any) -> VQLM:
+def prepare_model(model: VQLM, inputs: Int[Array, "B T"], key: Array, objective: Any) -> VQLM:
     """Return the model to start training from, with codebooks fitted to the data or left random."""
     if objective.codebooks == "random" or not has_codebooks(model.config):
         return model

@@ -1,7 +1,8 @@
 """A codebook: the vectors that keys are quantised to. It learns by exponential moving averages, not by gradients.
 
 The vector of a code is sum / count: moving averages (EMA) of the sum and of the number of the keys assigned to it. The
-EMA update reaches the optimizer as a surrogate gradient (`Codebook.surrogate`, flaxen.train.optim.running_means).
+EMA update reaches the optimizer as a surrogate gradient (`Codebook.surrogate`, `exponential_moving_averages` in
+flaxen.train.optim).
 """
 
 import jax

@@ -84,7 +84,7 @@ class LanguageModel(Protocol):
         are those of the training loss.
         """
 
-    def prepare(self, model: Any, inputs: Int[Array, "B T"], key: Array, objective: LanguageObjective) -> Any:
+    def prepare_model(self, model: Any, inputs: Int[Array, "B T"], key: Array, objective: LanguageObjective) -> Any:
         """Return the model to start training from, e.g. with codebooks initialised from some of the data."""
 
 
@@ -249,4 +249,4 @@ class Language(Task):
 
     def prepare_model(self, model: Any) -> Any:
         inputs = jnp.asarray(self.batch(0, min(8, self.sequences))["inputs"])
-        return self.architecture.prepare(model, inputs, jax.random.key(self.seed), self.objective)
+        return self.architecture.prepare_model(model, inputs, jax.random.key(self.seed), self.objective)

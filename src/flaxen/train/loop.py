@@ -130,10 +130,10 @@ def _restore_or_start(
 ) -> tuple[TrainState, "LoopState"]:
     """Load the newest checkpoint to resume from, or create the initial state."""
     if checkpoints.steps:
-        state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.start, abstract))
+        state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.init_state, abstract))
         memory = LoopState(**remembered)
     else:
-        state, memory = stepper.start(initial()), LoopState()
+        state, memory = stepper.init_state(initial()), LoopState()
     # keep_best may change when a run is resumed; a best step by another metric is meaningless.
     memory.compare_by(stepper.training.keep_best)
     # Commit the state, restored or new, to an explicit device; otherwise a resumed run would compile a different

@@ -106,7 +106,7 @@ def make_optimizer(optimizer: Optimizer, rate: Callable[[Array], Array]) -> opta
     groups = {
         "trained": trained,
         "frozen": optax.set_to_zero(),
-        "codebook": running_means(optimizer.codebook, optimizer.restart),
+        "codebook": exponential_moving_averages(optimizer.codebook, optimizer.restart),
     }
 
     def labels(params: Any) -> Any:
@@ -130,7 +130,7 @@ def norm(gradient: Any) -> Array:
     return optax.tree.norm([leaf for path, leaf in leaves(gradient).items() if not first_match(CODEBOOKS, path)])
 
 
-def running_means(decay: float, restart: float) -> optax.GradientTransformation:
+def exponential_moving_averages(decay: float, restart: float) -> optax.GradientTransformation:
     """Update codebooks as exponential moving averages: sums and counts become decay · old + (1 - decay) · new.
 
     The model's "gradient" of a codebook is minus its new statistics. A dead code, whose count has fallen below

@@ -80,7 +80,7 @@ class Run(RunFiles):
     def __init__(self, directory: Path, config: dict[str, Any], fingerprint: dict[str, Any], complete: Complete = dict):
         """Create the run directory, or open an existing one to resume the same run."""
         # Before the directory is created, so that a refused command leaves nothing behind.
-        check(directory, config, complete)
+        check_directory(directory, config, complete)
         super().__init__(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._lock_file = _acquire_lock(self.lock)
@@ -117,7 +117,7 @@ class Run(RunFiles):
             file.write(json.dumps(values) + "\n")
 
 
-def check(directory: Path, config: dict[str, Any], complete: Complete = dict) -> None:
+def check_directory(directory: Path, config: dict[str, Any], complete: Complete = dict) -> None:
     """Raise an InputError if the directory is not a run directory, or its run cannot be resumed with these settings.
 
     `complete` adds the defaults of settings that did not exist yet when the run was started.

@@ -44,7 +44,7 @@ ModelFrom = Callable[[Any, Any], Any]  # (trained weights, frozen base) -> model
 
 
 class Stepper:
-    """The compiled functions that the training loop calls: `start`, `update` and `score`.
+    """The compiled functions that the training loop calls: `init_state`, `update` and `score`.
 
     The trained weights are a whole model or an adapter of one. For an adapter, whole(trained, base) returns the model
     to train with and merged(trained, base) the model to generate with. `base` is frozen and not part of the state.
@@ -79,7 +79,7 @@ class Stepper:
             lambda trained, batch, carry, base: task.loss(whole(trained, base), batch, carry, None)
         )
 
-    def start(self, model: Any) -> TrainState:
+    def init_state(self, model: Any) -> TrainState:
         """Create the initial state for a model or an adapter."""
         carry = self.task.carry(self.training.batch_size)
         return TrainState(jnp.zeros((), jnp.int32), model, jax.jit(self.transform.init)(model), carry)

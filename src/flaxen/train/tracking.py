@@ -23,7 +23,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def check(tracking: Tracking) -> None:
+def check_installed(tracking: Tracking) -> None:
     """Raise an InputError if a requested tracker is not installed, before anything is written."""
     for name in PACKAGES:
         if getattr(tracking, name):
