@@ -48,5 +48,5 @@ def test_exports_any_checkpoint_of_a_run(
     assert flaxen.load(tmp_path / "second").tokenizer is not None
     with pytest.raises(SystemExit):
         run(monkeypatch, "export", tmp_path / "run", tmp_path / "none", "--step", 1)
-    assert "no checkpoint of step 1; available: 2, 3" in capsys.readouterr().err
+    assert "no checkpoint for step 1; available: 2, 3" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

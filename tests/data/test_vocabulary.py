@@ -161,7 +161,7 @@ def test_names_of_special_tokens_in_the_text_become_no_pieces(kind: str, tmp_pat
 
 
 def test_error_for_too_large_a_size_names_the_largest(kind: str) -> None:
-    with pytest.raises(InputError, match=r"too small for size 90,000: it allows at most ([\d,]+) ids") as error:
+    with pytest.raises(InputError, match=r"not enough text for size 90,000: it allows at most ([\d,]+) ids") as error:
         TRAINERS[kind](DOCUMENTS[:8], 90_000)
     largest = int(re.search(r"at most ([\d,]+)", str(error.value))[1].replace(",", ""))  # type: ignore[index]
     TRAINERS[kind](DOCUMENTS[:8], largest)

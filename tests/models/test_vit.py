@@ -106,7 +106,7 @@ def test_scan_unroll_and_remat_agree(form: dict[str, bool]) -> None:
         ({"rope_theta": 1.0}, "unknown field rope_theta=1.0"),
         ({"is_decoder": True}, "is_decoder=True is not supported"),
         ({"hidden_size": 30}, "multiple of n_heads"),
-        ({"image_size": 4}, "must fit at least one patch"),
+        ({"image_size": 4}, "image_size must be at least patch_size"),
     ],
 )
 def test_unsupported_config_is_rejected(change: dict[str, Any], message: str) -> None:

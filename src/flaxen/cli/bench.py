@@ -225,7 +225,10 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timed(step: Any, repeats: int) -> dict[str, float]:
-    """Return the fastest of `repeats` calls of `step`, and the compile time: the extra CPU time of the first call."""
+    """Return the time of the fastest of `repeats` calls to `step`, and the compile time.
+
+    The compile time is the extra CPU time of the first call.
+    """
     import jax
 
     times = []

@@ -39,7 +39,7 @@ class Export:
         step = checkpoints.steps[-1] if self.step is None else self.step
         if step not in checkpoints.steps:
             raise InputError(
-                f"{path} has no checkpoint of step {step}; available: {', '.join(map(str, checkpoints.steps))}"
+                f"{path} has no checkpoint for step {step}; available: {', '.join(map(str, checkpoints.steps))}"
             )
         components = build(settings)
         state, _ = checkpoints.restore(step, jax.eval_shape(components.stepper.init_state, components.abstract))

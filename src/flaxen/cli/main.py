@@ -143,7 +143,7 @@ def _list_commands(arguments: list[str]) -> NoReturn:
         for title, wanted in SECTIONS.items()
     }
     print(help.index(ABOUT, {title: listed for title, listed in sections.items() if listed}, CLOSING))
-    # An incomplete command is a usage error, unless help was requested, in which case `words` lacks the flag.
+    # An incomplete command is a usage error, unless help was requested: `words` does not include --help.
     sys.exit(0 if not words or words != arguments else 2)
 
 

@@ -130,7 +130,7 @@ def without(kind: type, paths: tuple[str, ...]) -> type:
         changed.append((name, hint, _default(original, hint, hints[name])))
     # A subclass, so that narrowed settings are accepted wherever `kind` is.
     narrowed = make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
-    # A generated dataclass gets its signature as docstring, and the commands show the docstring.
+    # A generated dataclass gets its signature as its docstring, and the commands show the docstring.
     narrowed.__doc__ = kind.__doc__
     return narrowed
 

@@ -70,7 +70,7 @@ class Train(Generic[S]):
 
 
 def record(settings: Settings) -> dict[str, Any]:
-    """Convert settings to the form that config.toml of a run directory stores."""
+    """Convert settings to the form stored in the config.toml of a run directory."""
     return to_dict(dataclasses.replace(settings, optimizer=settings.optimizer.resolved()))
 
 

@@ -262,8 +262,8 @@ class _CaptionReader:
         if not item.image:
             raise UnreadableImage("the image is missing" if item.image is None else "the image has no bytes")
         # Python's hash differs between processes, but these are compared only within this one.
-        # Images with equal size and end are compared in full. Bytes are not kept: `_file` reads those of earlier rows
-        # again.
+        # Images with the same size and the same last bytes are compared in full. Bytes are not kept: `_file` reads
+        # those of earlier rows again.
         similar = self.similar.setdefault((len(item.image), hash(bytes(item.image[-TAIL:]))), [])
         for number in similar:
             if self.captions._file(number) == item.image:

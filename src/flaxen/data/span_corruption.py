@@ -60,7 +60,8 @@ def corrupt(
     key: tuple[int, int],
     first_row: int = 0,
 ) -> tuple[Int32[np.ndarray, "R inputs"], Int32[np.ndarray, "R targets"]]:
-    """Corrupt rows: inputs have a sentinel in place of each noise span, targets each noise span after its sentinel.
+    """Corrupt rows. The inputs have a sentinel in place of each noise span; the targets are the spans, each after its
+    sentinel.
 
     Both end in eos. The noise depends only on `lengths`, `key` and the row number, counted from `first_row`.
     """

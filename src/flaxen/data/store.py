@@ -194,7 +194,7 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
             meta = _write(fresh, source.texts(on_progress), tokenizer, bar.documents)
         if not meta["n_documents"]:
             raise InputError(f"{source.name} contains no documents: expected text, got only blank lines")
-        # The name of the store is a hash of the identity before reading, which must describe what was read.
+        # The store is named after the source's identity before reading, so the source must not have changed since.
         if source.identity() != identity:
             raise InputError(
                 f"{source.name} changed while it was being read; rerun the command when nothing is writing to it"

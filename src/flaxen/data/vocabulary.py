@@ -153,7 +153,8 @@ def _explain(message: str, size: int, sentinels: int) -> InputError:
 def _too_large(size: int, largest: int) -> InputError:
     """Build the error for a vocabulary larger than the text allows."""
     return InputError(
-        f"the text is too small for size {size:,}: it allows at most {largest:,} ids; reduce the size or add more text"
+        f"there is not enough text for size {size:,}: it allows at most {largest:,} ids; "
+        "reduce the size or add more text"
     )
 
 

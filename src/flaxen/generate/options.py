@@ -180,7 +180,8 @@ def _defaults(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     for theirs, ours in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
         if isinstance(length := kept.pop(theirs, None), int) and length > 0:
             kept.setdefault(ours, length - 1)  # transformers' lengths count the start token
-    # `Options` rejects options of a search that is not used. A user should fix those; those of a file are dropped.
+    # `Options` rejects options that the chosen search does not use. That is right for options that the user gave;
+    # those that come from a file are dropped.
     sampling = given.get("do_sample", kept.get("do_sample", False))
     drop = BEAM_ONLY if sampling else SAMPLING_ONLY
     if given.get("num_beams", kept.get("num_beams", 1)) == 1:

@@ -113,7 +113,7 @@ def special_ids(config: Config) -> dict[str, Any]:
 
 
 def write_config(config: Config, dtype: str) -> dict[str, Any]:
-    """Convert our Config to a config.json that transformers 4, 5 and its former Flax classes read as the same model."""
+    """Convert our Config to a config.json that transformers 4 and 5 and the old Flax classes read as the same model."""
     fields = dataclasses.asdict(config)
     name = "gelu" if config.gated and config.activation == "gelu_new" else config.activation
     # Only LongT5 has sparse attention, and only umT5 has a position bias per layer.

@@ -50,7 +50,7 @@ class Config:
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model={self.d_model} must be a multiple of n_heads={self.n_heads}")
         if any(image < patch or patch < 1 for image, patch in zip(self.image_size, self.patch_size)):
-            raise ValueError(f"image_size {self.image_size} must fit at least one patch of {self.patch_size}")
+            raise ValueError(f"image_size must be at least patch_size {self.patch_size}, got {self.image_size}")
         for name in (self.activation, *([self.pooler] if self.pooler else [])):
             if name not in ACTIVATIONS:
                 raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")

@@ -28,7 +28,7 @@ def _piece_sizes(n: int, block: int) -> Iterator[int]:
     """Split n tokens into pieces of few different sizes, since a program is compiled for each size: 64, 32, … 1 blocks,
     and then powers of 2 below one block."""
     while n:
-        # The largest power of 2 that fits, in blocks if there is at least one and else in tokens.
+        # The largest power of 2 that fits, in blocks if there is at least one block, otherwise in tokens.
         size = block << min((n // block).bit_length() - 1, LARGEST) if n >= block else 1 << (n.bit_length() - 1)
         yield size
         n -= size

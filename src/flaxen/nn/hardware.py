@@ -50,7 +50,7 @@ CPU = Target(
     separate_arrays=True,
     transposed_keys=True,
     weights_first=True,
-    # jax 0.10.2 compiles some matmuls of bf16 blocks to calls of a kernel that does not support them; they fail at
+    # jax 0.10.2 compiles some matmuls of bf16 blocks to calls to a kernel that does not support them; they fail at
     # run time.
     widen_bfloat16=True,
     # By default XLA orders the operations of a CPU program for concurrency. Ordered for memory instead, training takes

@@ -235,7 +235,7 @@ def _attend_band(tensors: tuple[Array, ...], indices: tuple[Array, ...], seed: A
 
 
 def _split(tensors: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Split into the arrays with a batch axis, and the biases, which rows share, broadcast to every row."""
+    """Separate the arrays with a batch axis from the biases, which all rows share; broadcast these to every row."""
     q, k, v, band, *global_arrays = tensors
     # Every row gets a copy because rows are computed separately; `_backward` adds up the gradients of the copies.
     biases = [band, *global_arrays[2:]]

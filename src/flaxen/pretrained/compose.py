@@ -14,7 +14,7 @@ def compose(encoder: Pretrained, decoder: Pretrained, seed: int = 0) -> Pretrain
     """
     config = families.joined(encoder.config, decoder.config)
     halves = (("encoder", encoder.model), ("decoder", decoder.model))
-    # A captioner contains both models, so their weights have the same paths below the name of their half.
+    # The weights of both models keep their paths, prefixed with "encoder" or "decoder".
     pretrained = {f"{half}.{path}": leaf for half, model in halves for path, leaf in leaves(model).items()}
     random = initialise(families.of_config(config).model(config), seed)
     model = map_leaves(lambda path, leaf: pretrained.get(path, leaf), random)

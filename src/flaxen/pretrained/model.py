@@ -129,7 +129,7 @@ class Pretrained:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         generator = self._generator(options)
         batches = self._batches(prompts, batch_size, generator.options.max_new_tokens, memory)
-        # Rows of -1 only fill up a batch and keep their number.
+        # Filler rows (index -1) keep their index.
         outputs = generator.outputs((np.where(rows < 0, rows, rows + first), inputs) for rows, inputs in batches)
         ordered = sorted(outputs, key=lambda output: output.prompt)  # batches are sorted by length
         return [Generated(self._decode(output.tokens), *output) for output in ordered]

@@ -57,8 +57,8 @@ class Checkpoints:
         """
         items = ocp.args.Composite(state=ocp.args.StandardSave(leaves(state)), memory=ocp.args.JsonSave(memory))
         with self._writing():
-            # Set before saving: during a save orbax asks which checkpoints to delete. -1 is no step. `force` because
-            # orbax's own policy could otherwise skip the step.
+            # Set before saving: during a save orbax asks which checkpoints to delete. -1 stands for "no step". `force`
+            # is needed because orbax's own policy could otherwise skip the step.
             self._kept.best = -1 if best is None else best
             self._manager.save(step, args=items, force=True)
 
@@ -73,7 +73,7 @@ class Checkpoints:
             # Also inside the try: reading the metadata of a damaged checkpoint fails as well.
             self._check(step, like)
             restored = self._manager.restore(step, args=items)
-        # A checkpoint of another model is intact.
+        # A checkpoint that belongs to another model is not damaged.
         except InputError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:  # each kind of damage raises a different error

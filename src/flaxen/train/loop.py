@@ -108,7 +108,7 @@ def train(
                 checkpoints.wait()
                 name = signal.Signals(received[0]).name
                 display.line(f"saved step {step:,} on {name}; rerun the same command to resume")
-                # The exit code by which shells report a process that a signal has ended.
+                # The exit code that shells report for a process terminated by a signal.
                 raise SystemExit(128 + received[0])
             speed.start(step - done)  # exclude the time of evaluating and saving
 

@@ -89,9 +89,9 @@ class Run(RunFiles):
                 check_fingerprint(directory, fingerprint)
             else:
                 _write(self.fingerprint, json.dumps(_environment() | {"resolved": fingerprint}, indent=2) + "\n")
-            # config.toml marks a directory as a run, so it is written last: what a process killed before leaves behind
-            # is in BEGUN.
-            # Also when the run is resumed: settings in FREE, such as the path of the data, may have changed.
+            # config.toml marks a directory as a run, so it is written last. BEGUN lists what a process that was killed
+            # before that may leave behind.
+            # It is rewritten when the run is resumed: settings in FREE, such as the path of the data, may have changed.
             _write(self.config, tomli_w.dumps(config))
         except BaseException:
             self.close()
