@@ -1,6 +1,7 @@
 """Help pages list exactly the flags that are parsed, in 80 columns, and every text stands alone."""
 
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -45,8 +46,17 @@ def test_layout(name: str) -> None:
     found = page(name)
     assert max(map(len, found.splitlines())) <= help.WIDTH
     assert f"Usage: flaxen {name}" in found
+    assert f"\nExample:\n  flaxen {name} " in found
     assert "(default: None)" not in found
     assert "Default:" not in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_is_a_valid_command(name: str) -> None:
+    example = shlex.split(COMMANDS[name].description.partition("Example:")[2])
+    words = ["flaxen", *name.split()]
+    assert example[: len(words)] == words
+    tyro.cli(kind_of(name), args=example[len(words) :])
 
 
 @pytest.mark.parametrize("name", NAMES)
