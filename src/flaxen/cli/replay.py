@@ -63,10 +63,10 @@ class Replay:
         report_skipped(components.task.skipped_examples(batch), set())
         before = {path: np.asarray(leaf, np.float64) for path, leaf in leaves(state.model).items()}
         _, gradient = stepper.gradient(state, batch)
-        state, report = stepper.update(state, batch)
+        state, metrics = stepper.update(state, batch)
 
-        loss = float(report.sums.loss) / max(float(report.sums.weight), 1.0)
-        norm, rate = float(report.norm), float(report.rate)
+        loss = float(metrics.sums.loss) / max(float(metrics.sums.weight), 1.0)
+        norm, rate = float(metrics.norm), float(metrics.rate)
         console.print(f"step {self.step}: loss {loss!r}, gradient norm {norm!r}, learning rate {rate!r}")
         for row in range(min(self.examples, size)):
             for title, text in components.task.format_example(batch, row).items():

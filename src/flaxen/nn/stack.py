@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 M = TypeVar("M")
-SAVED = "kept"  # name of the values that gradient checkpointing saves instead of recomputing
+SAVED = "saved"  # name of the values that gradient checkpointing saves instead of recomputing
 # With at least this many input elements (e.g. 8,192 tokens of 512 features), layers save less for the backward pass.
 LONG = 2**22
 

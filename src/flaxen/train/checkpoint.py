@@ -50,12 +50,13 @@ class Checkpoints:
         """Steps of the complete checkpoints, in ascending order."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: Any, memory: dict[str, Any], best: int | None = None) -> None:
+    def save(self, step: int, state: Any, loop_state: dict[str, Any], best: int | None = None) -> None:
         """Save a checkpoint, and keep the checkpoint of step `best`.
 
         Returns when the arrays are copied; they are written in the background during the next steps.
         """
-        items = ocp.args.Composite(state=ocp.args.StandardSave(leaves(state)), memory=ocp.args.JsonSave(memory))
+        # The item of the loop state is called "memory" on disk, as it always was.
+        items = ocp.args.Composite(state=ocp.args.StandardSave(leaves(state)), memory=ocp.args.JsonSave(loop_state))
         with self._writing():
             # Set before saving: during a save orbax asks which checkpoints to delete. -1 stands for "no step". `force`
             # is needed because orbax's own policy could otherwise skip the step.

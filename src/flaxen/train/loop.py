@@ -46,7 +46,7 @@ def train(
     """
     task, training, steps = stepper.task, stepper.training, stepper.steps
     checkpoints = Checkpoints(run.checkpoints, training.keep)
-    state, memory = _restore_or_start(checkpoints, stepper, abstract, initial)
+    state, loop_state = _restore_or_start(checkpoints, stepper, abstract, initial)
     done, skipped = int(state.step), set[str]()  # completed steps; examples reported as unreadable
     # Before anything is recorded: the steps after the checkpoint will run and be recorded once more.
     run.forget_after(done)
@@ -72,16 +72,16 @@ def train(
             display.line(f"resuming from step {done:,} of {steps:,}")
         pending: Metrics | None = None
         for step, batch in enumerate(batches, done + 1):
-            report: Metrics
-            state, report = stepper.update(state, batch)
+            metrics: Metrics
+            state, metrics = stepper.update(state, batch)
             if step == done + 1:  # exclude compilation from the measured speed
-                jax.block_until_ready(report)
+                jax.block_until_ready(metrics)
                 speed.start(1)
-            # Read the previous step's report: reading this one would block until the device has finished the step.
+            # Read the metrics of the previous step: reading those of this one would wait for the device.
             if pending is not None:
-                memory.absorb(pending, step - 1, run.directory)
-                display.step(step - 1, memory.loss, speed.text())
-            pending = report
+                loop_state.absorb(pending, step - 1, run.directory)
+                display.step(step - 1, loop_state.loss, speed.text())
+            pending = metrics
             # An interval of 0 means only at the last step.
             log, validate, save = (
                 step == steps or (every and step % every == 0)
@@ -92,18 +92,18 @@ def train(
                 continue
 
             # Before evaluating and saving: if the step is not finite this raises, and the state reaches no checkpoint.
-            memory.absorb(report, step, run.directory)
+            loop_state.absorb(metrics, step, run.directory)
             pending = None
             speed.stop(step - done)
             if log:
-                records.log(step, memory.window(task), report, speed)
+                records.log(step, loop_state.window(task), metrics, speed)
             if validate:
-                memory.evaluation = _validate(stepper, state, run, step, skipped)
-                records.evaluation(step, memory.evaluation)
-                memory.note_best(step)
+                loop_state.evaluation = _validate(stepper, state, run, step, skipped)
+                records.evaluation(step, loop_state.evaluation)
+                loop_state.note_best(step)
             # A new best step is saved at once, whatever save_every says.
-            if save or stopping or memory.best_step == step:
-                checkpoints.save(step, state, memory.saved(), memory.best_step)
+            if save or stopping or loop_state.best_step == step:
+                checkpoints.save(step, state, loop_state.saved(), loop_state.best_step)
             if stopping:
                 checkpoints.wait()
                 name = signal.Signals(received[0]).name
@@ -116,13 +116,13 @@ def train(
             display.line(f"the run is already complete ({steps:,} steps)")
         checkpoints.wait()
         # After a complete run, only export what is missing: the process may have been killed before exporting.
-        for target, export_step in ((run.model, steps), (run.best, memory.best_step)):
+        for target, export_step in ((run.model, steps), (run.best, loop_state.best_step)):
             if export_step is not None and (done < steps or not target.exists()):
                 exported = state if export_step == int(state.step) else checkpoints.restore(export_step, state)[0]
                 export(exported.model, target)
         if done < steps:
             display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model saved in {run.model}")
-    return memory.evaluation or {}
+    return loop_state.evaluation or {}
 
 
 def _restore_or_start(
@@ -131,14 +131,14 @@ def _restore_or_start(
     """Load the newest checkpoint to resume from, or create the initial state."""
     if checkpoints.steps:
         state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.init_state, abstract))
-        memory = LoopState(**remembered)
+        loop_state = LoopState(**remembered)
     else:
-        state, memory = stepper.init_state(initial()), LoopState()
+        state, loop_state = stepper.init_state(initial()), LoopState()
     # keep_best may change when a run is resumed; a best step by another metric is meaningless.
-    memory.compare_by(stepper.training.keep_best)
+    loop_state.compare_by(stepper.training.keep_best)
     # Commit the state, restored or new, to an explicit device; otherwise a resumed run would compile a different
     # program.
-    return jax.device_put(state, jax.devices()[0]), memory
+    return jax.device_put(state, jax.devices()[0]), loop_state
 
 
 def _validate(stepper: Stepper, state: TrainState, run: Run, step: int, skipped: set[str]) -> dict[str, float]:
@@ -159,8 +159,8 @@ class Records:
     def __init__(self, run: Run, trackers: list[Tracker], display: Display):
         self._run, self._trackers, self._display = run, trackers, display
 
-    def log(self, step: int, means: dict[str, float], report: Metrics, speed: "Throughput") -> None:
-        values = means | {"gradient_norm": float(report.norm), "learning_rate": float(report.rate)}
+    def log(self, step: int, means: dict[str, float], metrics: Metrics, speed: "Throughput") -> None:
+        values = means | {"gradient_norm": float(metrics.norm), "learning_rate": float(metrics.rate)}
         self._display.line(f"step {step:,}  {numbers(values)}  {speed.text()}")
         self._write("train", step, values | speed.values())
 
@@ -223,9 +223,9 @@ class LoopState:
         names = ("evaluation", "best_metric", "best_step", "best_value")
         return {"sums": self.sums.tolist()} | {name: getattr(self, name) for name in names}
 
-    def absorb(self, report: Metrics, step: int, directory: Path) -> None:
+    def absorb(self, metrics: Metrics, step: int, directory: Path) -> None:
         """Add the sums of a step; raise Diverged if its loss or gradient norm is not finite."""
-        sums, norm = np.asarray(report.sums, np.float64), float(report.norm)
+        sums, norm = np.asarray(metrics.sums, np.float64), float(metrics.norm)
         self.loss = float(sums[0] / max(sums[-1], 1.0))
         if not (math.isfinite(self.loss) and math.isfinite(norm)):
             raise Diverged(f"the loss is {self.loss} and the gradient norm {norm}", step, directory)

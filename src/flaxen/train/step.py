@@ -124,8 +124,8 @@ class Stepper:
     def _update(self, state: TrainState, batch: Any, base: Any) -> tuple[TrainState, Metrics]:
         sums, gradient, carry = self._gradient(state, batch, base)
         updates, optimizer = self.transform.update(gradient, state.optimizer, state.model)
-        report = Metrics(sums, optim.norm(gradient), self.rate(state.step))
-        return TrainState(state.step + 1, optax.apply_updates(state.model, updates), optimizer, carry), report
+        metrics = Metrics(sums, optim.norm(gradient), self.rate(state.step))
+        return TrainState(state.step + 1, optax.apply_updates(state.model, updates), optimizer, carry), metrics
 
 
 def scorer(task: Task) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:
