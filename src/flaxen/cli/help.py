@@ -125,14 +125,17 @@ def field_docstrings(kind: type) -> dict[str, str]:
         except (OSError, TypeError):  # no source code: built in, or created by `make_dataclass`
             continue
         body = definition.body if isinstance(definition, ast.ClassDef) else []
-        for field, text in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_string(text):
-                texts[field.target.id] = " ".join(text.value.value.split())  # type: ignore[attr-defined]
+        for field, following in pairwise(body):
+            text = _string(following)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and text is not None:
+                texts[field.target.id] = " ".join(text.split())
     return texts
 
 
-def _is_string(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _string(node: ast.stmt) -> str | None:
+    """The text of a statement that is only a string."""
+    value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    return value if isinstance(value, str) else None
 
 
 def _unwrap(hint: Any) -> tuple[Any, Sequence[Any]]:
