@@ -30,14 +30,8 @@ def test_flags_are_those_that_are_parsed(name: str, capsys: pytest.CaptureFixtur
     parsed = {
         flag for line in lines if line.startswith("--") for flag in re.findall(r"(?:^|, )(--[a-z][-a-z0-9.]*)", line)
     }
-    listed = set()
-    for flag in help.flags(kind_of(name)):
-        if not flag.positional:
-            dashed = flag.name.replace("_", "-")
-            listed |= {f"--{dashed}"}
-            if flag.kind is bool:
-                head, dot, last = dashed.rpartition(".")
-                listed |= {f"--{head}{dot}no-{last}"}
+    flags = [flag for flag in help.flags(kind_of(name)) if not flag.positional]
+    listed = {spelling for flag in flags for spelling in flag.spellings}
     assert parsed == listed
 
 
@@ -90,11 +84,23 @@ def test_a_group_of_commands_alone_lists_its_members(
 
 
 def test_unknown_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["flaxen", "train", "denoize", "--out", "run"])
+    for words, suggestion in ((["train", "denoize"], "train denoise"), (["tran", "denoise"], "train")):
+        monkeypatch.setattr("sys.argv", ["flaxen", *words, "--out", "run"])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert exit.value.code == 2
+        assert f"(did you mean '{suggestion}'?)" in capsys.readouterr().err
+
+
+def test_unknown_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["flaxen", "train", "denoise", "--out", "run", "--training.stepz=2"])
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2
-    assert "unknown command 'train denoize' (did you mean 'train denoise'?)" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "flaxen: unknown flag --training.stepz (did you mean '--training.steps'?)\n"
+        "Run 'flaxen train denoise --help' for help.\n"
+    )
 
 
 def test_defaults_come_from_a_recipe(

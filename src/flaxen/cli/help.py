@@ -37,6 +37,13 @@ class Flag(typing.NamedTuple):
     help: str
     positional: bool
 
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The flag as typed: --name and, if it is a switch, --no-name."""
+        head, dot, last = _dashed(self.name).rpartition(".")
+        negated = (f"--{head}{dot}no-{last}",) if self.kind is bool else ()
+        return (f"--{_dashed(self.name)}", *negated)
+
 
 def page(command: str, kind: Any, description: str, default: Any = None) -> str:
     """The help page of a command whose flags are the fields of the dataclass `kind`, or of the instance `default`."""
@@ -183,7 +190,7 @@ def _help(flag: Flag) -> str:
 def _metavar(flag: Flag) -> str:
     """The placeholder for the value: the type, or the choices in braces."""
     if flag.positional:
-        return flag.name.upper()
+        return _dashed(flag.name).upper()
     kinds = [kind for kind in _alternatives(flag.kind) if kind is not type(None)]
     several = " ..." if typing.get_origin(kinds[0]) is tuple else ""
     while typing.get_origin(kinds[0]) is tuple:

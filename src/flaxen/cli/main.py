@@ -1,6 +1,8 @@
 """The `flaxen` command: one dataclass per subcommand, whose fields are the flags."""
 
 import os
+import re
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from flaxen.cli.replay import Replay
 from flaxen.cli.tasks import NOT_IN_PREVIEW, TASKS, without
 from flaxen.cli.train import Train
 from flaxen.cli.vocab import Vocab
-from flaxen.errors import InputError, unknown
+from flaxen.errors import InputError, did_you_mean, unknown
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ def main() -> None:
     try:
         command, flags = _parse(current_flags(sys.argv[1:]))
         command.run(_given(flags))
+    except BrokenPipeError:  # the reader of our output is gone, such as `| head`
+        # Python flushes standard output at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except (InputError, OSError) as error:
         if os.environ.get("FLAXEN_TRACEBACK"):
             raise
@@ -93,6 +99,11 @@ def main() -> None:
     except KeyboardInterrupt:
         # 128 + SIGINT, as shells report it.
         sys.exit(130)
+
+
+def _usage_error(message: str, command: str = "") -> NoReturn:
+    print(f"flaxen: {message}\nRun 'flaxen {command}{' ' if command else ''}--help' for help.", file=sys.stderr)
+    sys.exit(2)
 
 
 def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
@@ -112,7 +123,8 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
                 print(help.page(name, kind, command.description, options.get("default")), end="")
                 sys.exit(0)
             # Comments in the dataclasses are for readers of the code; tyro would otherwise use them as help texts.
-            config = (tyro.conf.HelptextFromCommentsOff,)
+            _check_flags(name, kind, flags)
+            config = (tyro.conf.HelptextFromCommentsOff, tyro.conf.PositionalMetavarFromFieldName)
             return tyro.cli(kind, args=flags, prog=f"flaxen {name}", config=config, **options), flags
     if any(argument.startswith("--tyro-") for argument in arguments):  # called by shell completion
         every: Any = Union[  # noqa: UP007
@@ -125,14 +137,25 @@ def _parse(arguments: list[str]) -> tuple[Any, list[str]]:
     return _list_commands(arguments)
 
 
+def _check_flags(command: str, kind: Any, arguments: list[str]) -> None:
+    """Report an unknown flag. tyro would too, but its suggestions repeat help texts with a default of None."""
+    known = [spelling for flag in help.flags(kind) if not flag.positional for spelling in flag.spellings]
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        is_flag = re.fullmatch(r"--[a-z][-a-z0-9.]*", name)  # not a prompt such as "-- and then?"
+        if is_flag and name not in known and not name.startswith("--tyro-"):
+            _usage_error(f"unknown flag {name}{did_you_mean(name, known)}", command)
+
+
 def _list_commands(arguments: list[str]) -> NoReturn:
     """Print the commands that begin with the given word, or all of them. Anything else is a usage error."""
     words = [argument for argument in arguments if argument not in ("-h", "--help")]
     firsts = {name.split()[0] for name in COMMANDS}
-    if words and (words[0] not in firsts or len(words) > 1):
-        problem = unknown("command", " ".join(words[:2] if words[0] in firsts else words[:1]), COMMANDS)
-        print(f"flaxen: {problem}\nRun 'flaxen --help' for an overview.", file=sys.stderr)
-        sys.exit(2)
+    if words and words[0] not in firsts:
+        _usage_error(unknown("command", words[0], sorted(firsts)))
+    if len(words) > 1:
+        members = [name for name in COMMANDS if name.split()[0] == words[0]]
+        _usage_error(unknown("command", " ".join(words[:2]), members))
     sections = {
         title: {
             name: command.description

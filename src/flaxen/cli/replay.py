@@ -14,7 +14,7 @@ class Replay:
     Example: flaxen replay run --step 400
     """
 
-    out: tyro.conf.Positional[Path]
+    run_directory: tyro.conf.Positional[Path]
     """Directory of the run."""
     step: int
     """Training step to recompute, counted from 1 as in metrics.jsonl."""
@@ -39,14 +39,14 @@ class Replay:
         from flaxen.tree import leaves
 
         process.quiet_checkpoints()
-        settings = of_run(self.out)
+        settings = of_run(self.run_directory)
         components = build(settings)
-        check_fingerprint(self.out, components.fingerprint)
+        check_fingerprint(self.run_directory, components.fingerprint)
         stepper, size = components.stepper, settings.training.batch_size
         if not 1 <= self.step <= stepper.steps:
             raise InputError(f"--step must be between 1 and {stepper.steps}, got {self.step}")
 
-        checkpoints = Checkpoints(RunFiles(self.out).checkpoints, read_only=True)
+        checkpoints = Checkpoints(RunFiles(self.run_directory).checkpoints, read_only=True)
         earlier = [step for step in checkpoints.steps if step < self.step]
         if earlier:
             state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.init_state, components.abstract))
