@@ -34,8 +34,12 @@ class Flag(typing.NamedTuple):
     group: str  # the settings it belongs to
     kind: Any  # its type
     default: Any
-    help: str
     positional: bool
+    owner: type  # the dataclass with its field, whose docstring is the help text
+
+    @property
+    def help(self) -> str:
+        return field_docstrings(self.owner).get(self.name.rpartition(".")[2], "")
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -102,7 +106,6 @@ def flags(kind: Any, default: Any = None, prefix: str = "", group: str = "") -> 
     """Every flag of a command, in the order of the dataclass fields."""
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     hints = typing.get_type_hints(origin, include_extras=True)
-    texts = field_docstrings(origin)
     for field in dataclasses.fields(origin):
         hint, markers = _unwrap(hints[field.name])
         generic = isinstance(hint, typing.TypeVar)  # a command that is generic over the settings of its task
@@ -117,8 +120,7 @@ def flags(kind: Any, default: Any = None, prefix: str = "", group: str = "") -> 
             nested = prefix if flat else f"{prefix}{field.name}."
             yield from flags(hint, inner, nested, group if generic else field.name)
         else:
-            positional = tyro.conf.Positional in markers
-            yield Flag(f"{prefix}{field.name}", group, hint, value, texts.get(field.name, ""), positional)
+            yield Flag(f"{prefix}{field.name}", group, hint, value, tyro.conf.Positional in markers, origin)
 
 
 @cache
