@@ -129,7 +129,7 @@ def test_indices_out_of_range_are_refused() -> None:
         permute(np.arange(11), 10, (0, 0))
     with pytest.raises(ValueError, match="indices from 0 to 9, got -1 to 3"):
         permute(np.arange(-1, 4), 10, (0, 0))
-    with pytest.raises(ValueError, match="within a batch of 8, got 5 from row 4"):
+    with pytest.raises(ValueError, match="within a batch of 8 rows, got 5 rows starting at row 4"):
         examples(0, (4, 5), 8, 100, 0)
     with pytest.raises(ValueError, match="at least one example, got n=0"):
         examples(0, (0, 8), 8, 0, 0)

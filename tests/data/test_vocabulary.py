@@ -180,7 +180,7 @@ def test_error_for_too_small_a_size_names_the_smallest(kind: str) -> None:
 
 @pytest.mark.parametrize("texts", [[], [""], [" \n", ""]])
 def test_training_without_text_is_refused(texts: list[str], kind: str) -> None:
-    with pytest.raises(InputError, match=r"expected text|too small"):
+    with pytest.raises(InputError, match=r"expected text|not enough text"):
         TRAINERS[kind](texts, 500)
 
 
