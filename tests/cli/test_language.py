@@ -285,9 +285,7 @@ def test_missing_or_mismatched_checkpoints_are_errors(text: Path) -> None:
     for arguments in (("eval", "language", "absent", *DATA), ("generate", "absent", "--text", "a")):
         fails(arguments, "absent")
     run(*train("run", "--training.steps", "1"))
-    fails(
-        ("eval", "language", "run/model", *DATA, "--objective.commit", "7"), "unknown flag --objective.commit"
-    )
+    fails(("eval", "language", "run/model", *DATA, "--objective.commit", "7"), "unknown flag --objective.commit")
     fails(("eval", "language", "run/model", "--data.validation", "text.bin", "--split", "test"), "--data.test")
     config = json.loads(Path("run/model/config.json").read_text())
     start = ("--model.preset", "None", "--model.fields", "--model.init", "run/model")
