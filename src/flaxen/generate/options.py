@@ -70,7 +70,7 @@ class Options:
     no_repeat_ngram_size: int = 0
     """Never generate the same n-gram of this many tokens twice; 0 disables the check."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that must not be generated (Python API only; on the command line, use --bad-words)."""
+    """Token ids that must not be generated in this order. The command line takes one sequence, Python several."""
     forced_bos_token_id: int | None = None
     """Id of a token to force at the start of every output. Default: off."""
     forced_eos_token_id: int | None = None
