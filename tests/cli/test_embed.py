@@ -9,7 +9,7 @@ import pytest
 from commands import command
 
 import flaxen
-from flaxen.cli.prompts import ResumableArray
+from flaxen.cli.resumable import ResumableArray
 from flaxen.pretrained.embedding import Embedder
 
 TEXTS = [f"{'word ' * (i % 5 + 1)}{i}" for i in range(21)]

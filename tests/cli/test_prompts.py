@@ -7,7 +7,8 @@ import pytest
 from commands import command
 
 import flaxen
-from flaxen.cli.prompts import PromptFile, ResumableLines, windows
+from flaxen.cli.prompts import PromptFile, windows
+from flaxen.cli.resumable import ResumableLines
 from flaxen.errors import InputError
 from flaxen.pretrained import Pretrained
 

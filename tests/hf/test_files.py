@@ -1,4 +1,4 @@
-"""Checkpoint files: reading reports what is wrong, and writing is atomic."""
+"""Checkpoint files: reading reports what is wrong."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from flaxen.errors import InputError
-from flaxen.hf.files import atomic_directory, locate, read_json
+from flaxen.hf.files import locate, read_json
 from flaxen.hf.safetensors_files import Safetensors, write_tensors
 
 
@@ -93,33 +93,3 @@ def test_cached_hub_model_is_found_offline(tmp_path: Path, monkeypatch: pytest.M
     (root / "refs" / "main").write_text(commit)
     (snapshot / "config.json").write_text("{}")
     assert locate("some/model").resolve() == snapshot.resolve()
-
-
-def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    with pytest.raises(OSError, match="full"), atomic_directory(target) as fresh:
-        (fresh / "config.json").write_text("half")
-        raise OSError("disk full")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_failed_overwrite_keeps_the_old_directory(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    with atomic_directory(target) as fresh:
-        (fresh / "config.json").write_text("old")
-    with pytest.raises(KeyboardInterrupt), atomic_directory(target) as fresh:
-        (fresh / "config.json").write_text("half")
-        raise KeyboardInterrupt
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert (target / "config.json").read_text() == "old"
-    with atomic_directory(target) as fresh:
-        (fresh / "config.json").write_text("new")
-    assert (target / "config.json").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_directory_that_is_not_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="already exists and is not a checkpoint"), atomic_directory(tmp_path):
-        pass
-    assert (tmp_path / "notes.txt").read_text() == "mine"

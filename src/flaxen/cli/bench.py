@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flaxen import strict_json
 from flaxen.atomic import atomic_file
 from flaxen.errors import InputError
 from flaxen.malloc import restart_with_tuned_malloc
@@ -128,11 +129,14 @@ class BenchLanguage:
         if self.out.suffix.lower() == ".json":
             example = self.out.with_suffix(".png").name
             raise InputError(f"--out must name an image file such as {example}, got {self.out}")
+        if self.out.is_dir():
+            raise InputError(f"--out {self.out} is a directory; expected the name of an image file")
+        numbers = self.out.with_suffix(".json")
+        if numbers.exists() and not _is_benchmark(numbers):
+            raise InputError(f"{numbers} already exists and is not a result of this benchmark; choose another --out")
         try:
-            if self.out.is_dir():
-                raise InputError(f"--out {self.out} is a directory; expected the name of an image file")
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            write_numbers([], self.out.with_suffix(".json"))
+            write_numbers([], numbers)
         except OSError as error:
             raise InputError(f"cannot write {self.out}: {error}; choose another --out") from None
 
@@ -153,9 +157,18 @@ class BenchLanguage:
         return labels | json.loads(done.stdout)
 
 
+def _is_benchmark(path: Path) -> bool:
+    """Return whether a file holds records of an earlier benchmark, which may be replaced."""
+    try:
+        records = strict_json.read(path)
+    except InputError:
+        return False
+    return isinstance(records, list) and all(isinstance(record, dict) and "length" in record for record in records)
+
+
 def write_numbers(records: list[dict[str, Any]], path: Path) -> None:
     with atomic_file(path) as file:
-        json.dump(records, file, indent=1)
+        file.write(strict_json.dumps(records, indent=1))
 
 
 def _failure(code: int, stderr: str) -> str:

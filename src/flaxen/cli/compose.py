@@ -22,12 +22,16 @@ class Compose:
     """Directory to write the checkpoint to."""
     seed: int = 0
     """Random seed for the new weights: cross-attention, and a projection if encoder and decoder widths differ."""
+    overwrite: bool = False
+    """Replace OUT even if it contains files that Flaxen did not write; all of them are deleted."""
 
     def run(self, given_flags: set[str]) -> None:
+        from flaxen.atomic_directory import check_directory
         from flaxen.pretrained import compose, load
 
+        check_directory(self.out, self.overwrite, (self.encoder, self.decoder))
         captioner = compose(load(self.encoder), load(self.decoder), self.seed)
-        captioner.save(self.out)
+        captioner.save(self.out, overwrite=self.overwrite)
         new = "cross-attention" if captioner.model.bridge is None else "cross-attention and the bridge"
         print(f"wrote {self.out}; train its {new} with: flaxen train caption --model.init {self.out} …")
         if captioner.tokenizer is None:
@@ -47,9 +51,13 @@ class Merge:
     """Directory or hub id of the adapter, in PEFT format."""
     out: tyro.conf.Positional[Path]
     """Directory to write the checkpoint to."""
+    overwrite: bool = False
+    """Replace OUT even if it contains files that Flaxen did not write; all of them are deleted."""
 
     def run(self, given_flags: set[str]) -> None:
+        from flaxen.atomic_directory import check_directory
         from flaxen.pretrained import load
 
-        load(self.model, adapter=self.adapter).save(self.out)
+        check_directory(self.out, self.overwrite, (self.model, self.adapter))
+        load(self.model, adapter=self.adapter).save(self.out, overwrite=self.overwrite)
         print(f"merged {self.adapter} into {self.model} and wrote {self.out}")

@@ -15,6 +15,7 @@ from flaxen.cli.settings import DenoiseSettings, ModelSettings
 from flaxen.cli.train import Train
 from flaxen.cli.vocab import Vocab
 from flaxen.data.corpus import Corpus
+from flaxen.errors import InputError
 from flaxen.tasks.objective import DenoiseObjective
 from flaxen.train.run import RunFiles
 from flaxen.train.settings import Optimizer, Schedule, Training
@@ -49,7 +50,7 @@ class Demo:
         console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
         corpus, vocabulary, run = self.out / "corpus.txt", self.out / "vocabulary", self.out / "run"
         files = RunFiles(run)
-        self.out.mkdir(parents=True, exist_ok=True)
+        create_directory(self.out, ("corpus.txt", "vocabulary", "tokens", "start", "run"))
 
         console.print("\n[bold]1. The corpus: documentation from the Python standard library[/bold]")
         paragraphs = list(_paragraphs())
@@ -105,6 +106,17 @@ class Demo:
             f"  flaxen generate {files.model} --text 'The function returns the <extra_id_0> of the list.'",
             markup=False,
         )
+
+
+def create_directory(path: Path, contents: tuple[str, ...]) -> None:
+    """Create the directory of a demo; raise if it contains anything else, which the demo could overwrite."""
+    foreign = sorted(item.name for item in path.iterdir() if item.name not in contents) if path.is_dir() else []
+    if foreign:
+        raise InputError(
+            f"{path} already exists and contains files that are not part of this demo: {', '.join(foreign[:5])}; "
+            "choose another --out"
+        )
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def _paragraphs() -> Iterator[str]:

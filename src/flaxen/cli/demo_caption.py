@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flaxen.atomic import atomic_file
+from flaxen.atomic_directory import atomic_directory
+from flaxen.cli.demo import create_directory
 from flaxen.cli.settings import CaptionSettings, ModelSettings
 from flaxen.cli.train import Train
 from flaxen.data.captions import Captions
@@ -66,7 +68,7 @@ class DemoCaption:
         from rich.table import Table
 
         console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
-        self.out.mkdir(parents=True, exist_ok=True)
+        create_directory(self.out, ("images", "vocabulary", "tokens", "run"))
         tables = {name: self.out / "images" / f"{name}.jsonl" for name in ("train", "validation")}
         vocabulary, run = self.out / "vocabulary", self.out / "run"
         files = RunFiles(run)
@@ -194,14 +196,14 @@ def _write_vocabulary(directory: Path) -> None:
     """Save a word-level tokenizer for the words in the captions."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from flaxen.hf.files import atomic_directory, write_json
+    from flaxen.hf.files import write_json
 
     words = {word for scene in scenes()[0] for word in scene.caption.split()}
     ids = {word: number for number, word in enumerate((*SPECIAL, *sorted(words)))}
     backend = Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(list(SPECIAL))
-    with atomic_directory(directory, "tokenizer.json") as fresh:
+    with atomic_directory(directory) as fresh:
         backend.save(str(fresh / "tokenizer.json"))
         names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
         write_json(fresh / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})

@@ -35,14 +35,14 @@ class DemoLanguage:
         from rich.console import Console
         from rich.table import Table
 
-        from flaxen.cli.demo import _paragraphs
+        from flaxen.cli.demo import _paragraphs, create_directory
         from flaxen.models import vq_lm
         from flaxen.pretrained import load
 
         console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
         corpus, run = self.out / "corpus.bin", self.out / "run"
         files = RunFiles(run)
-        self.out.mkdir(parents=True, exist_ok=True)
+        create_directory(self.out, ("corpus.bin", "run"))
 
         console.print("\n[bold]1. The corpus: documentation from the Python standard library[/bold]")
         paragraphs = list(_paragraphs())

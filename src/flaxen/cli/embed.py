@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from flaxen.cli.prompts import ResumableArray, ResumableLines, checkpoint_stamps, progress, read_prompts, windows
-from flaxen.data.files import kind_of, stamps
+from flaxen.atomic import check_output
+from flaxen.cli.prompts import checkpoint_stamps, file_stamps, progress, read_prompts, windows
+from flaxen.cli.resumable import ResumableArray, ResumableLines
+from flaxen.data.files import kind_of
 from flaxen.data.tables import READERS
 from flaxen.errors import InputError
 
@@ -74,6 +76,8 @@ class Embed:
                 "embeddings with --pooling none cannot be written to .npy, because texts differ in length; "
                 "use a .jsonl file"
             )
+        if self.out is not None:
+            check_output(self.out, (self.file,) if self.file else ())
         texts, n = read_prompts(self.text, self.file, self.column)
 
         import flaxen
@@ -101,7 +105,7 @@ class Embed:
         key = {
             "model": checkpoint_stamps(self.model, self.subfolder), "adapter": checkpoint_stamps(self.adapter),
             "texts": [*self.text, self.file], "column": self.column, "dtype": self.dtype, "batch": self.batch_size,
-            "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
+            "file": file_stamps(self.file, texts),
             "how": [embedder.pooling, embedder.normalise, embedder.length],
         }  # fmt: skip
         # Resume at a window boundary, so that batches and results are the same as without the interruption.

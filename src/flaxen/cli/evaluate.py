@@ -1,6 +1,7 @@
 """flaxen eval TASK MODEL --data.validation …: evaluate a checkpoint on held-out data."""
 
 import dataclasses
+import glob
 import json
 import sys
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
+from flaxen.atomic import check_output
 from flaxen.cli.settings import Evaluation, ModelSettings
 from flaxen.cli.tasks import TASKS
 from flaxen.generate.options import Options, make_options
@@ -45,18 +47,27 @@ class Eval(Generic[E]):
             options = _resolve_options(
                 evaluation.options, given_flags, evaluation.objective.longest, setup.generation_config
             )
+        outputs = [out for name in ("out", "sheet") if (out := getattr(evaluation, name, None)) is not None]
+        for out in outputs:  # now, not after the evaluation
+            check_output(out, _data_files(evaluation.data))
         task = open_evaluation(_task_name(evaluation), evaluation, setup, split)
         for note in task.evaluation_notes(evaluation.batch_size):
             print(note, file=sys.stderr)
         model, skipped = setup.weights(task.config, self.adapter), set[str]()
         values = evaluate(task, scorer(task), model, evaluation.batch_size, evaluation.examples, skipped)
         if options is not None:
-            outputs = (evaluation.out, getattr(evaluation, "sheet", None))
+            paths = (evaluation.out, getattr(evaluation, "sheet", None))
             values |= task.generate_and_score(
-                model, options, evaluation.batch_size, evaluation.examples, *outputs, skipped
+                model, options, evaluation.batch_size, evaluation.examples, *paths, skipped
             )
         print(task.describe_evaluated(evaluation.examples, len(skipped)), file=sys.stderr)
         print(json.dumps(({"split": split} if hasattr(evaluation, "split") else {}) | values))
+
+
+def _data_files(data: Any) -> list[str]:
+    """Return the files that match the patterns of the data, which must not be overwritten."""
+    patterns = [*data.train, *data.validation, *getattr(data, "test", ())]
+    return [path for pattern in patterns for path in (glob.glob(pattern, recursive=True) or [pattern])]
 
 
 def _task_name(evaluation: Evaluation) -> str:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from flaxen.atomic import atomic_file
-from flaxen.cli.prompts import ResumableLines, checkpoint_stamps, progress, read_prompts, windows
+from flaxen.atomic import atomic_file, check_output
+from flaxen.atomic_directory import check_directory
+from flaxen.cli.prompts import checkpoint_stamps, file_stamps, progress, read_prompts, windows
+from flaxen.cli.resumable import ResumableLines
 from flaxen.data.files import kind_of, stamps
 from flaxen.data.tables import READERS
 from flaxen.errors import InputError
@@ -57,6 +59,9 @@ class Generate:
     out: Path | None = None
     """Output file, or directory for sampled images; it appears once all output is written. If interrupted while
     writing JSON lines, rerun the command to resume. Default: standard output."""
+    overwrite: bool = False
+    """Replace the directory given by --out even if it contains files that Flaxen did not write; all of them are deleted
+    (--sample-images only)."""
     json: bool = False
     """Output JSON lines with text, tokens, logprobs, score, and the prompt's index and id, instead of plain text.
     Implied if --out ends in .jsonl."""
@@ -93,6 +98,12 @@ class Generate:
             )
         if self.stream and (len(self.text) + len(self.image) != 1 or self.json or self.out):
             raise InputError("--stream requires a single --text or --image and cannot be combined with --json or --out")
+        if self.overwrite:
+            raise InputError("--overwrite requires --sample-images; other outputs replace only a regular file")
+        for out in (self.out, self.save_memory):
+            if out is not None:  # now, not after hours of work
+                files = (*self.image, *((self.file,) if self.file else ()), *((self.memory,) if self.memory else ()))
+                check_output(out, files)
         prompts, n = self._prompts()
 
         import flaxen
@@ -141,9 +152,10 @@ class Generate:
         import flaxen
         from flaxen.cli.sample_images import draw
 
+        check_directory(self.out, self.overwrite, (self.model, *((self.adapter,) if self.adapter else ())))
         pretrained = flaxen.load(self.model, dtype=self.dtype, adapter=self.adapter)
         options = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(Options) if f.name in given_flags}
-        draw(pretrained, self.sample_images, self.out, self.batch_size, options)
+        draw(pretrained, self.sample_images, self.out, self.batch_size, options, self.overwrite)
 
     def _prompts(self) -> tuple[Iterable[tuple[str | None, str]], int]:
         """Return the (id, prompt) pairs and their number. The prompt of a captioner is the path of an image."""
@@ -170,7 +182,7 @@ class Generate:
             "model": checkpoint_stamps(self.model), "adapter": checkpoint_stamps(self.adapter), "dtype": self.dtype,
             "prompts": [*self.text, self.file], "images": stamps(self.image), "column": self.column,
             "options": {name: repr(value) for name, value in options.items()},
-            "file": stamps((Path(self.file),)) if self.file not in (None, "-") else None,
+            "file": file_stamps(self.file, prompts),
             "memory": stamps((self.memory,)) if self.memory else None,
         }  # fmt: skip
         per_prompt = make_options(options, pretrained.generation).num_return_sequences

@@ -26,6 +26,7 @@ from flaxen.cli.renamed import current_flags
 from flaxen.cli.replay import Replay
 from flaxen.cli.tasks import NOT_IN_PREVIEW, TASKS, without
 from flaxen.cli.train import Train
+from flaxen.cli.verify import Verify
 from flaxen.cli.vocab import Vocab
 from flaxen.errors import InputError, did_you_mean, unknown
 
@@ -61,7 +62,7 @@ def _commands() -> dict[str, Command]:
         commands[f"eval {name}"] = Command(Eval, row.evaluation.__doc__, row.evaluation, row.not_in_evaluation)
     others = {
         "bench language": BenchLanguage, "replay": Replay, "export": Export, "compose": Compose, "merge": Merge,
-        "generate": Generate, "embed": Embed, "info": Info,
+        "generate": Generate, "embed": Embed, "info": Info, "verify": Verify,
     }  # fmt: skip
     return commands | {name: Command(kind) for name, kind in others.items()}
 
@@ -72,7 +73,7 @@ SECTIONS = {
     "First steps": ("demo",),
     "Training": ("vocab", "preview", "train", "replay"),
     "Using a model": ("generate", "embed", "eval"),
-    "Checkpoints": ("info", "export", "merge", "compose"),
+    "Checkpoints": ("info", "verify", "export", "merge", "compose"),
     "Benchmarks": ("bench",),
 }
 ABOUT = """Train, evaluate and run T5, mT5, umT5, ByT5, LongT5, GPT-2, ViT + GPT-2 captioners and Transformer-VQ in JAX,

@@ -1,23 +1,18 @@
-"""Read prompts from a file, and write outputs so that an interrupted command can continue."""
+"""Read prompts from the command line, from a file or from standard input."""
 
 import hashlib
-import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from flaxen.data.files import decoded, ignore_progress, kind_of, lines, stamps
 from flaxen.data.pairs import Template
 from flaxen.data.tables import READERS, TableFiles
 from flaxen.errors import InputError
-
-if TYPE_CHECKING:
-    import numpy
 
 T = TypeVar("T")
 
@@ -121,91 +116,11 @@ def checkpoint_stamps(name: str | None, subfolder: str | None = None) -> list[li
     return stamps(tuple(sorted(paths)))
 
 
-class ResumableLines:
-    """A text file that is written in pieces, under a temporary name until it is complete.
-
-    The temporary name depends on `key`, which must contain everything the lines depend on. With the same key, writing
-    resumes after `items` complete items of `per_item` lines each; with another key, it starts from the beginning.
-    """
-
-    def __init__(self, path: Path, key: dict[str, Any], per_item: int):
-        self.path, self.partial = path, _partial(path, key)
-        self.items = self._truncate_to_items(per_item) if self.partial.exists() else 0
-        self._file: TextIO = self.partial.open("a", encoding="utf-8")
-
-    def _truncate_to_items(self, per_item: int) -> int:
-        """Return the number of complete items; an incomplete one at the end is cut off."""
-        with self.partial.open("rb") as file:
-            n = sum(line.endswith(b"\n") for line in file) // per_item
-            file.seek(0)
-            size = sum(len(file.readline()) for _ in range(n * per_item))
-        os.truncate(self.partial, size)
-        return n
-
-    def write(self, new_lines: Iterable[str]) -> None:
-        """Append lines and sync them to disk."""
-        # Synced now, so that a power failure loses only what was not written yet.
-        self._file.writelines(line + "\n" for line in new_lines)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def finish(self) -> None:
-        self._file.close()
-        _complete(self.partial, self.path)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class ResumableArray:
-    """A .npy file of float32 [n, width] that is written in pieces; resumes like `ResumableLines`.
-
-    An item is a group of `per_item` rows. Space is reserved for the header, which is written last.
-    """
-
-    def __init__(self, path: Path, key: dict[str, Any], per_item: int, n: int, width: int):
-        from io import BytesIO
-
-        from numpy.lib import format
-
-        header = BytesIO()
-        format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (n, width)})
-        self._header, size = header.getvalue(), 4 * width * per_item
-        self.path, self.partial = path, _partial(path, key)
-        self._file: BinaryIO = self.partial.open("r+b" if self.partial.exists() else "w+b")
-        self.items = max(0, self._file.seek(0, os.SEEK_END) - len(self._header)) // size
-        # Cuts off an incomplete item; a new file grows to the size of the header, which is zeros until `finish`.
-        self._file.truncate(len(self._header) + self.items * size)
-        self._file.seek(0, os.SEEK_END)
-
-    def write(self, rows: "numpy.ndarray") -> None:
-        """Append rows and sync them to disk."""
-        self._file.write(rows.astype("<f4").tobytes())
-        self._sync()
-
-    def finish(self) -> None:
-        self._file.seek(0)
-        self._file.write(self._header)
-        self._sync()
-        self._file.close()
-        _complete(self.partial, self.path)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-
-def _partial(path: Path, key: dict[str, Any]) -> Path:
-    """Return the temporary name of an incomplete file with this key."""
-    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=6).hexdigest()
-    return path.with_name(f".{path.name}.{digest}.partial")
-
-
-def _complete(partial: Path, path: Path) -> None:
-    """Rename a complete file to its final name and delete leftovers."""
-    partial.replace(path)
-    for other in path.parent.glob(f".{path.name}.*.partial"):  # incomplete files with other keys
-        other.unlink()
+def file_stamps(file: str | None, prompts: Iterable[tuple[str | None, str]]) -> list[Any] | None:
+    """Identify the prompts of --file by its size and modification time, or those of standard input by a digest."""
+    if file != "-":
+        return None if file is None else stamps((Path(file),))
+    digest = hashlib.blake2b(digest_size=16)
+    for _, prompt in prompts:
+        digest.update(prompt.encode("utf-8", "surrogatepass") + b"\n")
+    return [digest.hexdigest()]

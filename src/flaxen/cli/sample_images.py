@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from flaxen.atomic_directory import atomic_directory
 from flaxen.data.stream_store import FIRST
 from flaxen.errors import InputError
-from flaxen.hf.files import atomic_directory
 from flaxen.pretrained import Pretrained
 
 OPTIONS = ("do_sample", "seed", "temperature", "top_k", "top_p", "min_p", "nucleus", "repetition_penalty")
 
 
-def draw(pretrained: Pretrained, n: int, directory: Path, batch_size: int, options: dict[str, Any]) -> np.ndarray:
+def draw(
+    pretrained: Pretrained, n: int, directory: Path, batch_size: int, options: dict[str, Any], overwrite: bool = False
+) -> np.ndarray:
     """Sample n images and write them to a directory. Returns uint8 [n, height, width, channels].
 
     Special ids are excluded from sampling, so that every image is complete.
@@ -34,7 +36,7 @@ def draw(pretrained: Pretrained, n: int, directory: Path, batch_size: int, optio
     special = [[id] for id in range(pretrained.config.vocab_size) if not FIRST <= id < FIRST + 256]
     arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": size, **options}
     arguments |= {"bad_words_ids": special, "eos_token_id": ()}
-    with atomic_directory(directory, "grid.png") as fresh:  # fails now, not after sampling, if the directory is in use
+    with atomic_directory(directory, overwrite) as fresh:  # fails now, not after sampling, if the directory is in use
         print(f"sampling {n} images of {size:,} values each", file=sys.stderr)
         outputs = pretrained.generate([[pretrained.config.start_id]] * n, batch_size=batch_size, **arguments)
         drawn = np.array([output.tokens for output in outputs], np.int64).reshape(n, *shape) - FIRST

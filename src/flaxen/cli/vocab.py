@@ -29,7 +29,7 @@ class Vocab:
     """
 
     out: tyro.conf.Positional[Path]
-    """Directory to write the vocabulary to; it must be empty or not exist."""
+    """Directory to write the vocabulary to."""
     data: Corpus = field(default_factory=Corpus)
     kind: Literal["sentencepiece", "bpe"] = "sentencepiece"
     """Type of tokenizer: sentencepiece normalises text and drops line breaks, as in T5; bpe preserves every byte."""
@@ -47,9 +47,11 @@ class Vocab:
     model_type: ModelType = "unigram"
     """SentencePiece algorithm: unigram, as in T5, or bpe on characters, as in the Transformer-VQ paper for PG-19
     (--kind bpe works on bytes instead). transformers 5 treats bpe as unigram and tokenizes differently."""
+    overwrite: bool = False
+    """Replace OUT even if it contains files that Flaxen did not write; all of them are deleted."""
 
     def run(self, given_flags: set[str]) -> None:
-        from flaxen.hf.files import atomic_directory
+        from flaxen.atomic_directory import atomic_directory, check_directory
 
         sentencepiece_only = [
             name for name in ("coverage", "byte_fallback", "sample", "model_type") if name in given_flags
@@ -57,10 +59,10 @@ class Vocab:
         if self.kind == "bpe" and sentencepiece_only:
             raise InputError(f"--{sentencepiece_only[0].replace('_', '-')} has no effect with --kind bpe; remove it")
         out = self.out.expanduser()
-        _check_free(out)
+        check_directory(out, self.overwrite)  # before training, which takes a while
+        _check_writable(out)
         files, excerpt = self._train()
-        _check_free(out)  # check again: training takes a while, and atomic_directory would replace a checkpoint
-        with atomic_directory(out) as directory:
+        with atomic_directory(out, self.overwrite) as directory:
             for name, content in files.items():
                 (directory / name).write_bytes(content)
         tokenizer = load_tokenizer(out)
@@ -114,12 +116,10 @@ class Vocab:
         print(f"next      flaxen train {task} --out run {flags}")
 
 
-def _check_free(out: Path) -> None:
-    """Raise unless `out` can be created, or is an empty directory."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} already exists and is not an empty directory; choose another path or delete it")
+def _check_writable(out: Path) -> None:
+    """Raise unless `out` can be created."""
     parent = next(path for path in out.absolute().parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"cannot write {out}: {parent} is not a writable directory")
 
 

@@ -1,15 +1,11 @@
-"""Checkpoint directories: locate or download them, read and write JSON, write a directory atomically."""
+"""Checkpoint directories: locate or download them, read and write JSON."""
 
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flaxen.atomic import sync
+from flaxen.atomic_directory import recover
 from flaxen.errors import InputError, did_you_mean
 
 # Files that make up a checkpoint; others are not downloaded from the hub.
@@ -44,6 +40,7 @@ def tokenizer_folder(directory: Path) -> Path | None:
 def _locate(source: str | os.PathLike[str], patterns: list[str]) -> Path:
     """Return a local directory, or download the files of a hub id that match the patterns."""
     path = Path(source).expanduser()
+    recover(path)
     if path.is_dir():
         return path
     text = str(source)
@@ -83,41 +80,3 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object with sorted keys."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def atomic_directory(target: Path, mark: str = "config.json") -> Iterator[Path]:
-    """Yield a temporary directory that is renamed to `target` if the block succeeds, and deleted if it fails.
-
-    An existing `target` is replaced only once the new directory is complete, and only if it is empty or contains the
-    file `mark`; anything else raises an error.
-    """
-    target = target.expanduser()
-    if target.is_dir():
-        foreign = not (target / mark).exists() and any(target.iterdir())
-    else:
-        foreign = target.exists()
-    if foreign:
-        kind = "checkpoint" if mark.endswith(".json") else f"directory with {mark}"
-        raise InputError(f"{target} already exists and is not a {kind}; choose another path or delete it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    old = fresh.with_suffix(".old")
-    fresh.mkdir()
-    try:
-        yield fresh
-        # Flush before renaming: a power failure must not leave a complete-looking directory with empty files.
-        for path in [*fresh.rglob("*"), fresh]:
-            sync(path)
-        # A directory that is not empty cannot be replaced by a rename, so the old one moves away first.
-        if target.exists():
-            target.rename(old)
-        fresh.rename(target)
-    except BaseException:
-        # The old directory was moved away, but moving the new one into place failed: move the old one back.
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from flaxen.atomic_directory import atomic_directory
 from flaxen.errors import InputError, did_you_mean
 from flaxen.hf import files
 from flaxen.hf.safetensors_files import Safetensors
@@ -75,6 +76,7 @@ def write(
     alpha: float,
     directory: Path,
     base: str | None,
+    overwrite: bool = False,
 ) -> None:
     """Write an adapter in PEFT's format, atomically; `rows` is the weight table of the model it belongs to."""
     from safetensors.numpy import save_file
@@ -110,7 +112,7 @@ def write(
         "bias": "none",
         "inference_mode": True,
     }
-    with files.atomic_directory(directory, CONFIG) as fresh:
+    with atomic_directory(directory, overwrite) as fresh:
         files.write_json(fresh / CONFIG, config)
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
 

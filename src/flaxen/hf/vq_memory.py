@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,11 @@ class Memory:
         arrays = {name: np.asarray(leaf) for name, leaf in to_file(self.state).items()}
         file = io.BytesIO()
         metadata = {"unread": np.array(self.unread, np.int32), "model": np.array(self.model)}
-        np.savez(file, allow_pickle=False, **metadata, **arrays)
+        with ZipFile(file, "w") as archive:
+            for name, array in (metadata | arrays).items():
+                # With a fixed date: a zip archive cannot hold the time of a clock before 1980.
+                with archive.open(ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         write_bytes(Path(path), file.getvalue())
 
     @staticmethod

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxen import families
+from flaxen.atomic_directory import atomic_directory
 from flaxen.data.images import ImageProcessor
 from flaxen.data.tokenizers import ByteTokenizer, Tokenizer
 from flaxen.errors import InputError
@@ -207,18 +208,18 @@ class Pretrained:
         """Convert images (paths, PIL images or pixel arrays) to model inputs of shape [B, C, height, width]."""
         return self.prompts.pixels(images)
 
-    def save(self, directory: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
+    def save(self, directory: str | os.PathLike[str], shard_bytes: int = 5 * 10**9, overwrite: bool = False) -> None:
         """Save as a Hugging Face checkpoint.
 
         transformers 4 and 5 can load it and compute the same outputs, except for a Transformer-VQ, which they do not
         support.
 
-        An existing checkpoint in `directory` is replaced only once the new one is complete. Weights are split into
-        files of at most `shard_bytes` bytes.
+        An existing directory is replaced only once the new one is complete, and only if Flaxen wrote everything in it
+        or `overwrite` is set. Weights are split into files of at most `shard_bytes` bytes.
         """
         from flaxen.pretrained import loading  # imported here because loading imports this module
 
-        with files.atomic_directory(Path(directory)) as fresh:
+        with atomic_directory(Path(directory), overwrite) as fresh:
             loading.write(self.model, fresh, self.generation, shard_bytes)
             for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
                 (fresh / name).write_bytes(content)
