@@ -271,7 +271,9 @@ def _describe(arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _digest(array: Any) -> str:
-    return f"crc32:{zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)):08x}"
+    # As bytes: the buffer protocol does not know bfloat16.
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return f"crc32:{zlib.crc32(data):08x}"
 
 
 def _json_digest(contents: dict[str, Any]) -> str:
