@@ -13,6 +13,7 @@ import tyro
 from flaxen.cli import help, recipe
 from flaxen.cli.bench import BenchLanguage
 from flaxen.cli.compose import Compose, Merge
+from flaxen.cli.data_verify import DataVerify
 from flaxen.cli.demo import Demo
 from flaxen.cli.demo_caption import DemoCaption
 from flaxen.cli.demo_language import DemoLanguage
@@ -62,7 +63,7 @@ def _commands() -> dict[str, Command]:
         commands[f"eval {name}"] = Command(Eval, row.evaluation.__doc__, row.evaluation, row.not_in_evaluation)
     others = {
         "bench language": BenchLanguage, "replay": Replay, "export": Export, "compose": Compose, "merge": Merge,
-        "generate": Generate, "embed": Embed, "info": Info, "verify": Verify,
+        "generate": Generate, "embed": Embed, "info": Info, "verify": Verify, "data verify": DataVerify,
     }  # fmt: skip
     return commands | {name: Command(kind) for name, kind in others.items()}
 
@@ -71,7 +72,7 @@ COMMANDS = _commands()
 # The sections of `flaxen --help`, with the first word of their commands.
 SECTIONS = {
     "First steps": ("demo",),
-    "Training": ("vocab", "preview", "train", "replay"),
+    "Training": ("vocab", "preview", "train", "replay", "data"),
     "Using a model": ("generate", "embed", "eval"),
     "Checkpoints": ("info", "verify", "export", "merge", "compose"),
     "Benchmarks": ("bench",),

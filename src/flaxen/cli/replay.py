@@ -47,11 +47,9 @@ class Replay:
             raise InputError(f"--step must be between 1 and {stepper.steps}, got {self.step}")
 
         checkpoints = Checkpoints(RunFiles(self.run_directory).checkpoints, read_only=True)
-        earlier = [step for step in checkpoints.steps if step < self.step]
-        if earlier:
-            state, _ = checkpoints.restore(earlier[-1], jax.eval_shape(stepper.init_state, components.abstract))
-        else:
-            state = stepper.init_state(components.initial())
+        like = jax.eval_shape(stepper.init_state, components.abstract)
+        restored = checkpoints.restore_newest(like, before=self.step, on_damage=settings.training.on_damage)
+        state = restored[0] if restored else stepper.init_state(components.initial())
         first = int(state.step)
         console = Console(soft_wrap=True, highlight=False, emoji=False)
         console.print(

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,16 @@ from typing import Any
 
 import numpy as np
 
+from flaxen import strict_json
 from flaxen.atomic import sync
 from flaxen.data.corpus import Corpus, DataSource
+from flaxen.data.files import ignore_progress
 from flaxen.data.tokenizers import Arrays, Tokenizer
 from flaxen.errors import InputError
+from flaxen.inputs import open_input, read_bytes
 
-FORMAT = 1
+FORMAT = 2
+CHUNK = 1 << 21  # bytes per digest
 BATCH = 1 << 18  # characters tokenized together
 RESIDENT = 1 << 27  # bytes of the memory mapping that may stay resident
 FAULT = 1 << 21  # Linux may map a huge page of this size for a single byte that is read
@@ -34,24 +39,91 @@ DAY = 24 * 3600.0
 PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.(?P<pid>\d+)\.(?P<host>.*)\.partial")
 
 
+class Damaged(InputError):
+    """A token store that is incomplete, or differs from what was written."""
+
+
 class TokenStore:
     """All tokens of a source in one sequence, each document ending in eos.
 
-    A directory with tokens.bin (uint16 or uint32), offsets.bin (uint64, where documents start) and meta.json.
+    A directory with tokens.bin (uint16 or uint32), offsets.bin (uint64, where documents start), meta.json and
+    digests.bin: CRC-32 (uint32) of each CHUNK bytes of tokens.bin, then of offsets.bin. Sizes, meta.json and offsets
+    are verified on opening, each chunk of tokens when it is first read.
     """
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         try:
-            meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+            meta = _read_meta(directory)
             self.n_tokens: int = meta["n_tokens"]
             self.n_documents: int = meta["n_documents"]
             self.digest: str = meta["digest"]
             self._map, self._tokens = _map_file(directory / "tokens.bin", meta["dtype"], self.n_tokens)
-            _, self._offsets = _map_file(directory / "offsets.bin", "uint64", self.n_documents + 1)
+            offsets_map, self._offsets = _map_file(directory / "offsets.bin", "uint64", self.n_documents + 1)
+            # None: a store of format 1, which has only the digest of all tokens.
+            self._digests: np.ndarray | None = None
+            if meta["format"] > 1:
+                sizes = [_chunks(len(self._map)), _chunks(len(offsets_map))]
+                data = read_bytes(directory / "digests.bin")
+                if len(data) != 4 * sum(sizes) or zlib.crc32(data) != meta["digests"]:
+                    raise ValueError("digests.bin does not match its digest in meta.json")
+                self._digests, of_offsets = np.split(np.frombuffer(data, "<u4"), [sizes[0]])
+                for chunk in range(sizes[1]):
+                    self._verify_chunk("offsets.bin", offsets_map, chunk, of_offsets)
+            if self._offsets[0] != 0 or self._offsets[-1] != self.n_tokens:
+                raise ValueError(f"offsets.bin must start with 0 and end with {self.n_tokens}")
+            # Format 2 has digests of the offsets instead, which are faster to check.
+            if self._digests is None and (self._offsets[1:] < self._offsets[:-1]).any():
+                raise ValueError("offsets.bin must be in ascending order")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{directory} is an incomplete token store: {error}; delete it to rebuild it") from None
-        self.directory = directory
+            if isinstance(error, Damaged):
+                raise
+            raise Damaged(f"{directory} is an incomplete token store: {error}; delete it to rebuild it") from None
         self._touched = 0
+        # Chunks of tokens that were verified. Two threads may verify the same chunk, which does no harm.
+        self._verified = np.zeros(_chunks(len(self._map)), bool)
+        self._all_verified = self._digests is None
+
+    def verify(self, on_progress: Callable[[int], None] = ignore_progress) -> None:
+        """Read all tokens and raise Damaged if they do not match their digests."""
+        digest = hashlib.blake2b(digest_size=16)
+        for chunk in range(_chunks(len(self._map))):
+            first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, len(self._map))
+            if self._digests is None:
+                digest.update(memoryview(self._map)[first:last])
+            else:
+                self._verify_chunk("tokens.bin", self._map, chunk, self._digests)
+            on_progress(last)
+            if chunk % (RESIDENT // CHUNK) == 0:
+                self._release()
+        if self._digests is None and digest.hexdigest() != self.digest:
+            raise Damaged(
+                f"{self.directory / 'tokens.bin'} is damaged: it does not match its digest in meta.json; "
+                f"delete {self.directory} to rebuild it"
+            )
+
+    def _verify_chunk(self, name: str, data: mmap.mmap, chunk: int, digests: np.ndarray) -> None:
+        first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, len(data))
+        if zlib.crc32(memoryview(data)[first:last]) != digests[chunk]:
+            raise Damaged(
+                f"{self.directory / name} is damaged: bytes {first:,} to {last - 1:,} do not match their digest; "
+                f"delete {self.directory} to rebuild it"
+            )
+
+    def _verify_rows(self, starts: np.ndarray, length: int) -> None:
+        """Verify the chunks that contain these rows, unless they were verified before."""
+        if self._all_verified or not len(starts) or not length:
+            return
+        assert self._digests is not None
+        size = self._tokens.itemsize
+        first, last = starts * size // CHUNK, ((starts + length) * size - 1) // CHUNK
+        for offset in range(int((last - first).max()) + 1):
+            chunks = np.minimum(first + offset, last)
+            for chunk in np.unique(chunks[~self._verified[chunks]]).tolist():
+                self._verify_chunk("tokens.bin", self._map, chunk, self._digests)
+                self._verified[chunk] = True
+                self._touched += CHUNK // FAULT
+        self._all_verified = bool(self._verified.all())
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return `length` tokens starting at each of `starts`, as int32 [len(starts), length]."""
@@ -61,6 +133,7 @@ class TokenStore:
                 f"rows of {length} tokens at positions {starts.min()} to {starts.max()} "
                 f"extend past the end of the data ({self.n_tokens} tokens)"
             )
+        self._verify_rows(starts, length)
         result = np.empty((len(starts), length), np.int32)
         size = self._tokens.itemsize
         # Reading a row may map a whole huge page in addition to the row's own bytes.
@@ -81,7 +154,9 @@ class TokenStore:
 
     def document(self, i: int) -> np.ndarray:
         """Return the tokens of document i, eos included, as int32."""
-        tokens = self._tokens[self.document_start(i) : self.document_start(i + 1)].astype(np.int32)
+        first, last = self.document_start(i), self.document_start(i + 1)
+        self._verify_rows(np.array([first]), last - first)
+        tokens = self._tokens[first:last].astype(np.int32)
         self._touched += 1
         if self._touched >= RESIDENT // (FAULT + tokens.nbytes):
             self._release()
@@ -99,12 +174,43 @@ class TokenStore:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
+def _read_meta(directory: Path) -> dict[str, Any]:
+    """Read meta.json, and verify the digest of its other values."""
+    meta = strict_json.read(directory / "meta.json")
+    if not isinstance(meta, dict) or meta.get("format") not in (1, FORMAT):
+        raise ValueError(f"meta.json must have format 1 or {FORMAT}")
+    digest = meta.pop("meta_digest", None)
+    if (meta["format"] > 1 or "digests" in meta or digest is not None) and digest != _meta_digest(meta):
+        raise ValueError("meta.json does not match its digest")
+    for name in ("n_tokens", "n_documents"):
+        if not isinstance(meta[name], int) or not 0 < meta[name] < 1 << 48:
+            raise ValueError(f"{name} of meta.json must be a positive number, got {meta[name]!r}")
+    if meta["dtype"] not in ("uint16", "uint32"):
+        raise ValueError(f"dtype of meta.json must be uint16 or uint32, got {meta['dtype']!r}")
+    return meta
+
+
+def _meta_digest(meta: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(meta, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _chunks(size: int) -> int:
+    """Return the number of chunks of a file of `size` bytes."""
+    return -(-size // CHUNK)
+
+
+def _chunk_digests(path: Path) -> bytes:
+    """Compute the digests of all chunks of a file, as little-endian uint32."""
+    with path.open("rb") as file:
+        return b"".join(zlib.crc32(data).to_bytes(4, "little") for data in iter(lambda: file.read(CHUNK), b""))
+
+
 def _map_file(path: Path, dtype: str, count: int) -> tuple[mmap.mmap, np.ndarray]:
     """Memory-map a file of `count` numbers, after checking its size."""
     expected, size = count * np.dtype(dtype).itemsize, path.stat().st_size
     if size != expected:
         raise ValueError(f"{path.name} must have {expected:,} bytes, got {size:,}")
-    with path.open("rb") as file:
+    with open_input(path) as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return mapping, np.frombuffer(mapping, dtype)
 
@@ -149,7 +255,7 @@ def open_corpus(corpus: Corpus, tokenizer: Tokenizer, progress: bool = True) -> 
 
 def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, progress: bool = True) -> TokenStore:
     """Open the token store of a source from the cache, tokenizing the source first if it is not cached."""
-    root = (cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flaxen", "tokens")).expanduser()
+    root = cache_directory(cache)
     identity = source.identity()
     target = root / _key(identity, tokenizer)
     if not target.exists():
@@ -157,11 +263,17 @@ def open_store(source: DataSource, tokenizer: Tokenizer, cache: Path | None, pro
     return TokenStore(target)
 
 
+def cache_directory(cache: Path | None) -> Path:
+    """Return the directory of all token stores, given or default."""
+    return (cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flaxen", "tokens")).expanduser()
+
+
 def _key(identity: dict[str, Any], tokenizer: Tokenizer) -> str:
     """Hash everything that the tokens depend on, to name the store's directory."""
     # The lengths of the files come first, so that bytes moved from the end of one to the start of the next change the
     # hash.
-    parts = [FORMAT, identity, type(tokenizer).__name__, {name: len(tokenizer.files[name]) for name in tokenizer.files}]
+    # The number 1 stays the same in all formats, so that stores of format 1 are found.
+    parts = [1, identity, type(tokenizer).__name__, {name: len(tokenizer.files[name]) for name in tokenizer.files}]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tokenizer.files):
         digest.update(tokenizer.files[name])
@@ -199,7 +311,13 @@ def _build(target: Path, source: DataSource, identity: dict[str, Any], tokenizer
             raise InputError(
                 f"{source.name} changed while it was being read; rerun the command when nothing is writing to it"
             )
-        (fresh / "meta.json").write_text(json.dumps({**meta, "identity": identity}, indent=2) + "\n", encoding="utf-8")
+        digests = _chunk_digests(fresh / "tokens.bin") + _chunk_digests(fresh / "offsets.bin")
+        (fresh / "digests.bin").write_bytes(digests)
+        meta |= {"digests": zlib.crc32(digests), "identity": identity}
+        # Through JSON, as it is read: tuples become lists.
+        meta = json.loads(strict_json.dumps(meta))
+        text = strict_json.dumps({**meta, "meta_digest": _meta_digest(meta)}, indent=2) + "\n"
+        (fresh / "meta.json").write_text(text, encoding="utf-8")
         # Contents reach the disk before the rename, and the rename before the store is used: after a power failure the
         # store is complete or absent.
         for path in [*fresh.iterdir(), fresh]:

@@ -103,6 +103,8 @@ def train(
                 loop_state.note_best(step)
             # A new best step is saved at once, whatever save_every says.
             if save or stopping or loop_state.best_step == step:
+                # Before the checkpoint: after a power failure no checkpoint is newer than the metrics.
+                run.sync_metrics()
                 checkpoints.save(step, state, loop_state.saved(), loop_state.best_step)
             if stopping:
                 checkpoints.wait()
@@ -128,10 +130,10 @@ def train(
 def _restore_or_start(
     checkpoints: Checkpoints, stepper: Stepper, abstract: Any, initial: Callable[[], Any]
 ) -> tuple[TrainState, "LoopState"]:
-    """Load the newest checkpoint to resume from, or create the initial state."""
-    if checkpoints.steps:
-        state, remembered = checkpoints.restore(checkpoints.steps[-1], jax.eval_shape(stepper.init_state, abstract))
-        loop_state = LoopState(**remembered)
+    """Load the newest intact checkpoint to resume from, or create the initial state."""
+    like = jax.eval_shape(stepper.init_state, abstract)
+    if restored := checkpoints.restore_newest(like, on_damage=stepper.training.on_damage):
+        state, loop_state = restored[0], LoopState(**restored[1])
     else:
         state, loop_state = stepper.init_state(initial()), LoopState()
     # keep_best may change when a run is resumed; a best step by another metric is meaningless.

@@ -21,8 +21,10 @@ from typing import Any, TextIO
 
 import tomli_w
 
-from flaxen.atomic import atomic_file
+from flaxen import strict_json
+from flaxen.atomic import atomic_file, sync, write_bytes
 from flaxen.errors import InputError
+from flaxen.inputs import open_input, read_text
 
 # File names, as glob patterns, that may exist in a run directory.
 CONTENTS = (
@@ -41,7 +43,16 @@ CONTENTS = (
 # File names that may exist before config.toml is written.
 BEGUN = ("run.json", "lock", ".*.partial")
 # Settings that may change when a run is resumed, because they do not affect training. Data is compared by its digest.
-FREE = ("out", "data.*", "tracking.*", "training.log_every", "training.eval_*", "training.save_every", "training.keep*")
+FREE = (
+    "out",
+    "data.*",
+    "tracking.*",
+    "training.log_every",
+    "training.eval_*",
+    "training.save_every",
+    "training.keep*",
+    "training.on_damage",
+)
 # Packages whose versions are recorded in run.json.
 PACKAGES = ("flaxen", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -70,8 +81,13 @@ class RunFiles:
         return self.predictions / f"step-{step}.jsonl"
 
     def records(self) -> list[dict[str, Any]]:
-        """Read all records of metrics.jsonl."""
-        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+        """Read all records of metrics.jsonl; lines that are not records are skipped."""
+        return [record for _, record in self._lines() if isinstance(record, dict)]
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any] | str]]:
+        """Return the lines of metrics.jsonl, each with its record or with what is wrong with it."""
+        with open_input(self.metrics) as file:
+            return [(line, _record(line)) for line in file]
 
 
 class Run(RunFiles):
@@ -88,7 +104,7 @@ class Run(RunFiles):
             if self.config.exists():
                 check_fingerprint(directory, fingerprint)
             else:
-                _write(self.fingerprint, json.dumps(_environment() | {"resolved": fingerprint}, indent=2) + "\n")
+                _write(self.fingerprint, strict_json.dumps(_environment() | {"resolved": fingerprint}, indent=2) + "\n")
             # config.toml marks a directory as a run, so it is written last. BEGUN lists what a process that was killed
             # before that may leave behind.
             # It is rewritten when the run is resumed: settings in FREE, such as the path of the data, may have changed.
@@ -102,19 +118,51 @@ class Run(RunFiles):
         self._lock_file.close()
 
     def forget_after(self, step: int) -> None:
-        """Delete metrics of steps after the checkpoint, which will be repeated, and a last line that is incomplete."""
+        """Delete metrics of steps after the checkpoint, which will be repeated, and a last line that is incomplete.
+
+        Other lines that are not records are reported on standard error and kept.
+        """
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        if kept != lines:
-            _write(self.metrics, "".join(kept))
+        lines, kept = self._lines(), list[bytes]()
+        for number, (line, record) in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                # Only the last line can be incomplete; its step may be complete and not repeated, so its record stays.
+                if isinstance(record, dict) and record["step"] <= step:
+                    kept.append(line + b"\n")
+            elif isinstance(record, str):
+                print(f"flaxen: {self.metrics}, line {number}: {record}; the line is ignored", file=sys.stderr)
+                kept.append(line)
+            elif record["step"] <= step:
+                kept.append(line)
+        if kept != [line for line, _ in lines]:
+            write_bytes(self.metrics, b"".join(kept))
 
     def record(self, values: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl."""
         # Not atomic: a killed process may leave half a line, which `forget_after` deletes.
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(strict_json.dumps(values) + "\n")
+
+    def sync_metrics(self) -> None:
+        """Flush metrics.jsonl to disk."""
+        if self.metrics.exists():
+            sync(self.metrics)
+
+
+def _record(line: bytes) -> dict[str, Any] | str:
+    """Parse a line of metrics.jsonl; if it is not a record, return what is wrong with it."""
+    try:
+        # NaN is accepted: versions before 0.3 wrote it.
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return "it is not UTF-8 text"
+    except (ValueError, RecursionError):
+        return "it is not valid JSON"
+    if not isinstance(record, dict):
+        return "it is not a JSON object"
+    step = record.get("step")
+    return record if isinstance(step, int) and not isinstance(step, bool) else "it has no step"
 
 
 def check_directory(directory: Path, config: dict[str, Any], complete: Complete = dict) -> None:
@@ -145,7 +193,19 @@ def check_fingerprint(directory: Path, fingerprint: dict[str, Any]) -> None:
 
     `fingerprint` contains the sizes of the model and the digests of the data.
     """
-    before = flat(json.loads(RunFiles(directory).fingerprint.read_text(encoding="utf-8"))["resolved"])
+    path = RunFiles(directory).fingerprint
+    remedy = "Restore the file from a backup, or start again with another --out"
+    try:
+        stored = strict_json.read(path)
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path}, which says what data the run was started with: {error.strerror}. {remedy}"
+        ) from None
+    except InputError as error:
+        raise InputError(f"{error}. {remedy}") from None
+    if not isinstance(stored, dict) or not isinstance(stored.get("resolved"), dict):
+        raise InputError(f"{path} has no object 'resolved', which describes the data of the run. {remedy}")
+    before = flat(stored["resolved"])
     # Through JSON like the stored values, so that tuples compare equal to lists.
     now = flat(json.loads(json.dumps(fingerprint)))
     # A model field that did not exist when the run was started has its default value, which changes nothing.
@@ -177,11 +237,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read the settings of an existing run."""
     path = RunFiles(directory).config
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except FileNotFoundError:
         raise InputError(f"{directory} is not a run directory: it has no config.toml") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is not valid TOML: {error}; restore it from a backup or fix the line") from None
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -180,6 +180,8 @@ class Training:
     keep_best: str | None = None
     """Validation metric that selects the best checkpoint, which is kept and exported to best/.
     Default: off."""
+    on_damage: Literal["fallback", "stop"] = "fallback"
+    """What to do when the newest checkpoint is damaged: resume from the newest intact one, or stop with an error."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
