@@ -103,7 +103,7 @@ def test_save_to_a_full_disk_leaves_nothing(byt5: Path, tmp_path: Path) -> None:
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
     assert "File too large" in done.stdout
-    assert list((tmp_path / "out").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 

@@ -44,7 +44,7 @@ def read(directory: Path) -> dict[str, dict[str, Any]] | None:
 
 
 def foreign(directory: Path) -> list[str]:
-    """Return the names in a directory that Flaxen did not write: all of them if there is no valid manifest."""
+    """Return the names in a directory that Flaxen did not write: all of them without a valid manifest."""
     try:
         entries = read(directory)
     except (InputError, OSError):  # a damaged manifest proves nothing

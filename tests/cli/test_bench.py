@@ -63,7 +63,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
         ({"out": Path("new/bench.json")}, "an image file such as bench.png, got new/bench.json"),
         ({"out": Path(".")}, "is a directory"),
         ({"out": Path("file/bench.png")}, "cannot write file/bench.png"),
-        ({"out": Path("taken.png")}, "cannot write taken.png"),
+        ({"out": Path("taken.png")}, "taken.json already exists and is not a result of this benchmark"),
     ],
 )
 def test_invalid_settings_are_rejected_before_measuring(

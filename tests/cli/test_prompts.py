@@ -60,7 +60,7 @@ def test_other_settings_start_from_the_beginning(tmp_path: Path) -> None:
     for key, items in (({"a": 1}, 0), ({"a": 1}, 2), ({"a": 2}, 0)):
         file = ResumableLines(path, key, 1)
         assert file.items == items
-        file.write(["x"] * (2 - items))
+        file.write(['{"x": 1}'] * (2 - items))
         file.close()
     file = ResumableLines(path, {"a": 2}, 1)
     file.finish()

@@ -23,9 +23,9 @@ from safetensors.numpy import load_file, save_file
 from vision_models import close, make_gpt2, make_pair, make_vit, pixels
 
 import flaxen
-from flaxen import families
+from flaxen import atomic_directory, families, manifest
 from flaxen.errors import InputError
-from flaxen.hf import files, peft
+from flaxen.hf import peft
 from flaxen.hf.weightmap import Row
 from flaxen.models.captioner import Captioner
 from flaxen.models.gpt2 import GPT2
@@ -443,9 +443,9 @@ def test_failed_write_leaves_the_old_adapter(models: Any, tmp_path: Path, monkey
 
     write(adapter, model, RANK, ALPHA, target, None)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    assert before.keys() == {peft.CONFIG, peft.WEIGHTS}
+    assert before.keys() == {peft.CONFIG, peft.WEIGHTS, manifest.NAME}
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr(files, "sync", fail)
+        patch.setattr(atomic_directory, "sync", fail)
         write(adapter, model, RANK, 2 * ALPHA, target, None)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before

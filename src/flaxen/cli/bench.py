@@ -161,7 +161,7 @@ def _is_benchmark(path: Path) -> bool:
     """Return whether a file holds records of an earlier benchmark, which may be replaced."""
     try:
         records = strict_json.read(path)
-    except InputError:
+    except (InputError, OSError):
         return False
     return isinstance(records, list) and all(isinstance(record, dict) and "length" in record for record in records)
 

@@ -1,4 +1,4 @@
-"""Output files that are written in pieces, so that an interrupted command can resume after the last complete piece.
+"""Output files that are written in pieces: an interrupted command continues after the last complete piece.
 
 A file has a temporary name until it is complete. The name depends on `key`, which must contain everything that the
 output depends on: with another key, writing starts from the beginning.
@@ -69,7 +69,8 @@ class ResumableLines(Resumable):
                 lines, position = lines + 1, position + len(line)
                 if lines % per_item == 0:
                     items, size = items + 1, position
-        os.truncate(self._file.fileno(), size)
+        self._file.truncate(size)
+        self._file.seek(size)
         return items
 
     def write(self, new_lines: "Iterable[str]") -> None:
