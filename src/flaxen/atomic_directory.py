@@ -25,6 +25,7 @@ from flaxen.errors import InputError
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+ADVICE = "choose another path, or replace the whole directory with --overwrite (in Python: overwrite=True)"
 SHOWN = 5  # number of file names that a message lists
 
 
@@ -52,7 +53,9 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def check_directory(path: Path, overwrite: bool = False, inputs: Iterable[str | os.PathLike[str]] = ()) -> Path:
+def check_directory(
+    path: Path, overwrite: bool = False, inputs: Iterable[str | os.PathLike[str]] = (), advice: str = ADVICE
+) -> Path:
     """Return the directory that writing to `path` creates or replaces; raise if it must not be replaced.
 
     `inputs` are files and directories that the command reads: the output must not contain them, nor be inside them.
@@ -77,7 +80,7 @@ def check_directory(path: Path, overwrite: bool = False, inputs: Iterable[str | 
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise InputError(
             f"{path} already exists and contains files that Flaxen did not write: {', '.join(found[:SHOWN])}{more}; "
-            "choose another path, or replace the whole directory with --overwrite (in Python: overwrite=True)"
+            f"{advice}"
         )
     return target
 

@@ -77,10 +77,11 @@ def test_empty_directory_may_be_written_to(corpus: Corpus, tmp_path: Path) -> No
 def test_existing_files_are_not_overwritten(name: str, corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("{}")
-    for out in (tmp_path / "out", tmp_path / "out" / name):
-        with pytest.raises(InputError, match="contains files that Flaxen did not write"):
-            Vocab(out, corpus, size=400).run(set())
-    with pytest.raises(InputError, match="is not a writable directory"):
+    with pytest.raises(InputError, match="contains files that Flaxen did not write"):
+        Vocab(tmp_path / "out", corpus, size=400).run(set())
+    with pytest.raises(InputError, match="is a file; expected a directory"):
+        Vocab(tmp_path / "out" / name, corpus, size=400).run(set())
+    with pytest.raises(InputError, match="is not a directory"):
         Vocab(tmp_path / "out" / name / "below", corpus, size=400).run(set())
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 

@@ -451,5 +451,5 @@ def test_failed_write_leaves_the_old_adapter(models: Any, tmp_path: Path, monkey
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
-    with pytest.raises(InputError, match="already exists and is not a checkpoint"):
+    with pytest.raises(InputError, match="contains files that Flaxen did not write"):
         write(adapter, model, RANK, ALPHA, tmp_path / "notes", None)

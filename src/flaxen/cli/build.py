@@ -1,6 +1,7 @@
 """Build a run from its settings: tokenizer, model, data, task and stepper."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxen import families
+from flaxen.atomic_directory import atomic_directory
 from flaxen.cli.settings import ModelSettings, Settings
 from flaxen.cli.tasks import CODEBOOKS, TASKS, check_unused
 from flaxen.data.images import ImageProcessor
@@ -56,6 +58,11 @@ class OpenedSetup(Setup):
         modules = self.stored.modules if self.stored else None
         return Pretrained(model, self.tokenizer, self.generation_config, self.processor, modules)
 
+    def save(self, config: Any, directory: Path) -> None:
+        """Save everything but the weights of a model with this configuration; `open_run_export` reads it."""
+        with atomic_directory(directory) as fresh:
+            loading.write_all_but_weights(self.pretrained(self.family.model(config)), fresh)
+
 
 @dataclass(frozen=True)
 class RunComponents:
@@ -66,6 +73,7 @@ class RunComponents:
     abstract: Any  # shapes and dtypes of the trained parameters: the model, or a LoRA adapter
     initial: Callable[[], Any]  # makes the initial parameters; called only if there is no checkpoint to resume from
     export: Callable[[Any, Path], None]  # saves the trained parameters to a directory
+    write_setup: Callable[[Path], None]  # saves the model without its weights
     fingerprint: dict[str, Any]  # resolved data, lengths and sizes; must not change when a run resumes
     finish: Callable[[RunFiles], None]  # writes additional files when training is complete
 
@@ -89,32 +97,63 @@ def build(settings: Settings) -> RunComponents:
 
     make = partial(Stepper, task, settings.optimizer, settings.schedule, settings.training)
     fingerprint = task.fingerprint | {"model": dataclasses.asdict(task.config)}
+    export, write_setup = exporter(settings, setup, task.config), partial(setup.save, task.config)
     if settings.lora.rank:
-        return _with_lora(settings, setup, task, abstract, weights, make, fingerprint)
-    stepper = make()
-    frozen(settings.optimizer, abstract)  # before training starts, report globs that match no weight
-
-    def export(model: Any, directory: Path) -> None:
-        setup.pretrained(model).save(directory)
-
-    finish = _draw_codebooks if has_codebooks else _nothing_else
-    return RunComponents(task, stepper, abstract, weights, export, fingerprint | {"steps": stepper.steps}, finish)
+        stepper = _lora_stepper(settings, make, weights)
+        # An adapter starts from the shapes of the model alone; the base weights are loaded when the stepper first needs
+        # them.
+        initial: Callable[[], Any] = partial(lora.initial_adapter, abstract, settings.lora, seed)
+        abstract = lora.abstract(abstract, settings.lora)
+    else:
+        stepper, initial = make(), weights
+        frozen(settings.optimizer, abstract)  # before training starts, report globs that match no weight
+    fingerprint |= {"steps": stepper.steps}
+    finish = _draw_codebooks if has_codebooks and not settings.lora.rank else _nothing_else
+    return RunComponents(task, stepper, abstract, initial, export, write_setup, fingerprint, finish)
 
 
 def _has_codebooks(setup: OpenedSetup) -> bool:
     return setup.family.language is not None and setup.family.language.has_codebooks(setup.config)
 
 
-def _with_lora(
-    settings: Settings,
-    setup: OpenedSetup,
-    task: Task,
-    abstract: Any,
-    weights: Any,
-    make: Any,
-    fingerprint: dict[str, Any],
-) -> RunComponents:
-    """Build a run that trains a LoRA adapter on top of frozen weights."""
+def exporter(settings: Settings, setup: OpenedSetup, config: Any) -> Callable[..., None]:
+    """Return a function (parameters, directory, overwrite) that saves a trained model or LoRA adapter."""
+
+    def export(model: Any, directory: Path, overwrite: bool = False) -> None:
+        setup.pretrained(model).save(directory, overwrite=overwrite)
+
+    def export_adapter(adapter: Any, directory: Path, overwrite: bool = False) -> None:
+        # PEFT scales an adapter by alpha / rank.
+        rank, alpha = settings.lora.rank, settings.lora.scale * settings.lora.rank
+        rows, base = setup.family.format.rows(config, None), settings.model.init
+        if base is not None and Path(base).expanduser().is_dir():
+            base = os.path.abspath(os.path.expanduser(base))
+        peft.write(adapter, rows, setup.family.peft_task, rank, alpha, directory, base, overwrite)
+
+    return export_adapter if settings.lora.rank else export
+
+
+def open_run_export(directory: Path, settings: Settings) -> tuple[Any, Callable[..., None]]:
+    """Return the shapes of the parameters that a run trains, and the function that exports them.
+
+    Neither the data nor the initial checkpoint of the run is needed.
+    """
+    saved = RunFiles(directory).setup
+    if not saved.is_dir():  # a run of a version before 0.3
+        components = build(settings)
+        return components.abstract, components.export
+    stored = loading.read(saved, has_weights=False)
+    tokenizer = stored.tokenizer()
+    if tokenizer is None:
+        raise InputError(f"{saved} is damaged: it has no tokenizer; restore it from a backup")
+    setup = OpenedSetup(stored.family, stored.config, tokenizer, stored.generation, stored.processor, stored)
+    model = setup.family.model(stored.config)
+    abstract = lora.abstract(model, settings.lora) if settings.lora.rank else model
+    return abstract, exporter(settings, setup, stored.config)
+
+
+def _lora_stepper(settings: Settings, make: Any, weights: Callable[[], Any]) -> Stepper:
+    """Return the stepper of a run that trains a LoRA adapter on top of frozen weights."""
     options: LoRA = settings.lora
     if settings.optimizer.name in ("adamw-rms", "adafactor"):
         raise InputError(
@@ -129,17 +168,7 @@ def _with_lora(
     def merge(adapter: Any, base: Any) -> Any:
         return lora.merge(base, adapter, options.scale)
 
-    def export(adapter: Any, directory: Path) -> None:
-        # PEFT scales an adapter by alpha / rank.
-        rows, alpha = setup.family.format.rows(task.config, None), options.scale * options.rank
-        peft.write(adapter, rows, setup.family.peft_task, options.rank, alpha, directory, settings.model.init)
-
-    stepper = make(attach, merge, weights)
-    # An adapter starts from the shapes of the model alone; the base weights are loaded when the stepper first needs
-    # them.
-    initial = partial(lora.initial_adapter, abstract, options, settings.training.seed)
-    shapes = lora.abstract(abstract, options)
-    return RunComponents(task, stepper, shapes, initial, export, fingerprint | {"steps": stepper.steps}, _nothing_else)
+    return make(attach, merge, weights)
 
 
 def open_task(settings: Settings, setup: OpenedSetup) -> Task:

@@ -19,12 +19,13 @@ class Export:
     """Directory to write the model to."""
     step: int | None = None
     """Step of the checkpoint to export. Default: the latest."""
+    overwrite: bool = False
+    """Replace the directory even if it contains files that Flaxen did not write; they are deleted."""
 
     def run(self, given_flags: set[str]) -> None:
-        import jax
-
+        from flaxen.atomic_directory import check_directory
         from flaxen.cli import process
-        from flaxen.cli.build import build
+        from flaxen.cli.build import open_run_export
         from flaxen.cli.tasks import of_run
         from flaxen.errors import InputError
         from flaxen.train.checkpoint import Checkpoints
@@ -33,6 +34,7 @@ class Export:
         process.quiet_checkpoints()
         path = self.run_directory
         settings = of_run(path)
+        check_directory(self.out, self.overwrite, inputs=[path])
         checkpoints = Checkpoints(RunFiles(path).checkpoints, read_only=True)
         if not checkpoints.steps:
             raise InputError(f"{path} has no checkpoint yet; wait for training to save one")
@@ -41,7 +43,6 @@ class Export:
             raise InputError(
                 f"{path} has no checkpoint for step {step}; available: {', '.join(map(str, checkpoints.steps))}"
             )
-        components = build(settings)
-        state, _ = checkpoints.restore(step, jax.eval_shape(components.stepper.init_state, components.abstract))
-        components.export(state.model, self.out)
+        abstract, export = open_run_export(path, settings)
+        export(checkpoints.restore_model(step, abstract), self.out, self.overwrite)
         print(f"exported step {step} of {path} to {self.out}")

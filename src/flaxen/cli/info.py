@@ -40,6 +40,7 @@ class Info:
 
             stored = loading.read(files.locate(self.model, self.subfolder))
             config, tensors, tokenizer = stored.config, stored.tensors, stored.tokenizer()
+            assert tensors is not None
             dtypes = {tensors.dtype(name) for name in tensors}
             rows += [
                 ("directory", str(stored.directory)),

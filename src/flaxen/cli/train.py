@@ -1,6 +1,7 @@
 """flaxen train TASK --out RUN --model.preset … --data.train …: train a model, or continue an interrupted run."""
 
 import dataclasses
+import os
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from flaxen.cli.settings import Settings
 from flaxen.cli.tasks import CODEBOOKS, TASKS, check_unused
 
 S = TypeVar("S", bound=Settings)
+FILES = ("train", "validation", "test")  # names of settings that are file names or glob patterns
+FILES_OR_IDS = ("init", "tokenizer", "dataset")  # names of settings that are directories or hub ids
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class Train(Generic[S]):
         settings = self.settings
         if CODEBOOKS[0] in TASKS[settings.task].not_in_training:
             check_unused(settings, CODEBOOKS, f"in the task {settings.task}")
-        recorded = record(settings)
         if self.print_config:
             import tomli_w
 
-            print(tomli_w.dumps(recorded), end="")
+            print(tomli_w.dumps(record(settings)), end="")
             return
+        recorded = record(absolute(settings))
         from flaxen.cli import process
         from flaxen.cli.build import build
         from flaxen.train import tracking
@@ -56,7 +59,7 @@ class Train(Generic[S]):
         # resumed run restores its own checkpoint instead.
         model = None if RunFiles(settings.out).config.exists() else components.initial()
         with (
-            closing(Run(settings.out, recorded, components.fingerprint, completed)) as run,
+            closing(Run(settings.out, recorded, components.fingerprint, completed, components.write_setup)) as run,
             process.stop_signals() as received,
         ):
             initial = components.initial if model is None else lambda: model
@@ -74,7 +77,26 @@ def record(settings: Settings) -> dict[str, Any]:
     return to_dict(dataclasses.replace(settings, optimizer=settings.optimizer.resolved()))
 
 
+def absolute(settings: Any) -> Any:
+    """Return the settings with absolute paths, so that a run can be used from any directory."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = absolute(value)
+        elif isinstance(value, Path):
+            changes[field.name] = value.expanduser().absolute()
+        elif field.name in FILES:
+            changes[field.name] = tuple(os.path.abspath(os.path.expanduser(pattern)) for pattern in value)
+        # The names of local directories look like hub ids.
+        elif field.name in FILES_OR_IDS and value and Path(value).expanduser().exists():
+            changes[field.name] = os.path.abspath(os.path.expanduser(value))
+    return dataclasses.replace(settings, **changes)
+
+
 def completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return the recorded settings of a run, with defaults for settings that did not exist when it was started."""
     row, where = TASKS.get(recorded.get("task", "denoise")), "config.toml of the run"
-    return record(from_dict(row.settings, current_settings(recorded, where), where)) if row else recorded
+    if row is None:
+        return recorded
+    return record(absolute(from_dict(row.settings, current_settings(recorded, where), where)))

@@ -32,7 +32,7 @@ class Stored:
     directory: Path
     family: Family
     config: Any
-    tensors: Tensors
+    tensors: Tensors | None  # None: a directory without weights
     generation: dict[str, Any]  # generation_config.json; empty if there is none
     processor: ImageProcessor | None  # preprocessor_config.json
     modules: Modules | None  # modules.json, for families with embeddings
@@ -46,6 +46,7 @@ class Stored:
         self, config: Any = None, dtype: Any = jnp.float32, adapter: str | os.PathLike[str] | None = None
     ) -> Any:
         """Load the model, with its configuration replaced by an equivalent one and a LoRA adapter merged if given."""
+        assert self.tensors is not None
         stored, form = self.config, self.family.format
         rows = form.rows(stored, self.tensors)
         model = weightmap.load(self.family.model(stored), rows, self.tensors, dtype, form.unneeded)
@@ -53,12 +54,12 @@ class Stored:
         return model if adapter is None else with_adapter(model, adapter)
 
 
-def read(directory: Path) -> Stored:
+def read(directory: Path, has_weights: bool = True) -> Stored:
     """Open a checkpoint directory and read its configuration; no weights are read."""
     top, directory = directory, sentence.transformer(directory)
     json = files.read_json(directory / "config.json")
     family = families.of_json(json, directory)
-    tensors = Safetensors(directory)
+    tensors = Safetensors(directory) if has_weights else None
     path = directory / "generation_config.json"
     generation = files.read_json(path) if path.exists() else {}
     # Special token ids in generation_config.json override those in config.json, as in transformers.
@@ -68,16 +69,26 @@ def read(directory: Path) -> Stored:
     return Stored(directory, family, config, tensors, generation, ImageProcessor.read(directory), modules)
 
 
-def write(model: Any, directory: Path, generation: dict[str, Any], shard_bytes: int) -> None:
-    """Write config.json, generation_config.json and the weights of a model into an existing directory."""
-    config, form = model.config, families.of_model(model).format
-    dtype = str(jax.tree.leaves(model)[0].dtype)
-    tensors = form.with_copies(config, weightmap.save(model, form.rows(config, None)))
+def write_all_but_weights(saved: Pretrained, directory: Path) -> None:
+    """Write configurations, tokenizer and other small files of a model, which may be abstract."""
+    config, form = saved.config, saved.family.format
+    dtype = str(jax.tree.leaves(saved.model)[0].dtype)
     files.write_json(directory / "config.json", form.write_config(config, dtype))
     if form.special:
         ids = {name: value for name, value in form.special_ids(config).items() if value is not None}
-        files.write_json(directory / "generation_config.json", {**ids, **generation})
-    write_tensors(directory, tensors, shard_bytes)
+        files.write_json(directory / "generation_config.json", {**ids, **saved.generation})
+    for name, content in (saved.tokenizer.files if saved.tokenizer else {}).items():
+        (directory / name).write_bytes(content)
+    if saved.processor is not None:
+        files.write_json(directory / "preprocessor_config.json", saved.processor.to_json())
+    if saved.modules is not None:
+        sentence.write(saved.modules, config.d_model, directory)
+
+
+def write_weights(model: Any, directory: Path, shard_bytes: int) -> None:
+    """Write the weights of a model into an existing directory."""
+    config, form = model.config, families.of_model(model).format
+    write_tensors(directory, form.with_copies(config, weightmap.save(model, form.rows(config, None))), shard_bytes)
 
 
 def load(

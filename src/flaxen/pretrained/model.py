@@ -23,7 +23,6 @@ from flaxen.families import Family
 from flaxen.generate.options import make_options
 from flaxen.generate.run import Generator
 from flaxen.generate.search import Decoder, ended, prepare
-from flaxen.hf import files, sentence
 from flaxen.hf.sentence import Modules
 from flaxen.hf.vq_memory import Memory
 from flaxen.pretrained import memory as memories
@@ -220,13 +219,8 @@ class Pretrained:
         from flaxen.pretrained import loading  # imported here because loading imports this module
 
         with atomic_directory(Path(directory), overwrite) as fresh:
-            loading.write(self.model, fresh, self.generation, shard_bytes)
-            for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
-                (fresh / name).write_bytes(content)
-            if self.processor is not None:
-                files.write_json(fresh / "preprocessor_config.json", self.processor.to_json())
-            if self.modules is not None:
-                sentence.write(self.modules, self.config.d_model, fresh)
+            loading.write_all_but_weights(self, fresh)
+            loading.write_weights(self.model, fresh, shard_bytes)
 
     @cached_property
     def digest(self) -> str:

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
@@ -42,6 +43,12 @@ class DamagedCheckpoint(InputError):
 
 class OtherModel(InputError):
     """A checkpoint whose arrays have other names or shapes."""
+
+
+class ModelOnly(NamedTuple):
+    """The part of a training state that `restore_model` loads, under the name that it has there."""
+
+    model: Any
 
 
 class NewestAndBest(policy.PreservationPolicy):
@@ -122,6 +129,10 @@ class Checkpoints:
                 f"Other checkpoints: {self._listed(step)}"
             ) from error
 
+    def restore_model(self, step: int, like: T) -> T:
+        """Load only the trained parameters of a step; `like` has their shapes."""
+        return jax.tree.map(jnp.asarray, self.restore(step, ModelOnly(like))[0].model)
+
     def restore_newest(
         self, like: T, before: int | None = None, on_damage: str = "fallback"
     ) -> tuple[T, dict[str, Any]] | None:
@@ -189,7 +200,9 @@ class Checkpoints:
         self._check_model(step, shapes, like)
         abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves(like).items()}
         restore = ocp.args.PyTreeRestore(
-            item=abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
+            item=abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=isinstance(like, ModelOnly),
         )
         arrays = self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
         if saved is not None:
@@ -204,6 +217,8 @@ class Checkpoints:
     def _check_model(self, step: int, saved: dict[str, tuple[int, ...]], like: Any) -> None:
         """Raise an InputError that lists differing arrays if the checkpoint belongs to another model or optimizer."""
         expected = {path: tuple(leaf.shape) for path, leaf in leaves(like).items()}
+        if isinstance(like, ModelOnly):
+            saved = {path: shape for path, shape in saved.items() if path.startswith("model.")}
         differences = [
             f"{path}: {saved.get(path, 'missing')} in the checkpoint, {expected.get(path, 'none')} expected"
             for path in sorted({*saved, *expected})

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxen.atomic_directory import check_directory
 from flaxen.data.prefetch import prefetch
 from flaxen.errors import InputError
 from flaxen.nn.loss import Sums
@@ -50,6 +51,9 @@ def train(
     done, skipped = int(state.step), set[str]()  # completed steps; examples reported as unreadable
     # Before anything is recorded: the steps after the checkpoint will run and be recorded once more.
     run.forget_after(done)
+    if done < steps:  # otherwise training would fail at the end
+        for target in (run.model, run.best):
+            check_directory(target, advice="move them elsewhere and rerun the command, which exports the model there")
 
     # Called in the prefetch thread, so reading, and copying to the device, overlap with the computation.
     def load_batch(step: int) -> dict[str, jax.Array]:

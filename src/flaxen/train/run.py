@@ -3,6 +3,7 @@
 config.toml    all settings, resolved           checkpoints/   to resume from
 run.json       model, data, versions, machine   model/  best/  in Hugging Face format
 metrics.jsonl  one record per line              predictions/   text generated at each evaluation
+setup/         the model without its weights: configuration, tokenizer, …; `flaxen export` needs it
 codebooks.png  for a Transformer-VQ: how often each code is used, and how similar codes are
 """
 
@@ -26,6 +27,8 @@ from flaxen.atomic import atomic_file, sync, write_bytes
 from flaxen.errors import InputError
 from flaxen.inputs import open_input, read_text
 
+# Left behind by a killed process; deleted when the same file or directory is written again.
+LEFTOVERS = (".*.partial", ".*.ready", ".*.old")
 # File names, as glob patterns, that may exist in a run directory.
 CONTENTS = (
     "config.toml",
@@ -33,15 +36,16 @@ CONTENTS = (
     "metrics.jsonl",
     "lock",
     "checkpoints",
+    "setup",
     "model",
     "best",
     "predictions",
     "codebooks.png",
     "events.*",
-    ".*.partial",
+    *LEFTOVERS,
 )
 # File names that may exist before config.toml is written.
-BEGUN = ("run.json", "lock", ".*.partial")
+BEGUN = ("run.json", "lock", "setup", *LEFTOVERS)
 # Settings that may change when a run is resumed, because they do not affect training. Data is compared by its digest.
 FREE = (
     "out",
@@ -70,6 +74,7 @@ class RunFiles:
         self.metrics = directory / "metrics.jsonl"
         self.lock = directory / "lock"
         self.checkpoints = directory / "checkpoints"
+        self.setup = directory / "setup"
         self.model = directory / "model"
         self.best = directory / "best"
         self.predictions = directory / "predictions"
@@ -93,8 +98,18 @@ class RunFiles:
 class Run(RunFiles):
     """A run directory locked by this process, so that no other process can train in it."""
 
-    def __init__(self, directory: Path, config: dict[str, Any], fingerprint: dict[str, Any], complete: Complete = dict):
-        """Create the run directory, or open an existing one to resume the same run."""
+    def __init__(
+        self,
+        directory: Path,
+        config: dict[str, Any],
+        fingerprint: dict[str, Any],
+        complete: Complete = dict,
+        write_setup: Callable[[Path], None] | None = None,
+    ):
+        """Create the run directory, or open an existing one to resume the same run.
+
+        `write_setup` saves the model without its weights in a directory.
+        """
         # Before the directory is created, so that a refused command leaves nothing behind.
         check_directory(directory, config, complete)
         super().__init__(directory)
@@ -105,6 +120,9 @@ class Run(RunFiles):
                 check_fingerprint(directory, fingerprint)
             else:
                 _write(self.fingerprint, strict_json.dumps(_environment() | {"resolved": fingerprint}, indent=2) + "\n")
+            # A run of a version before 0.3 has no setup yet.
+            if write_setup is not None and not self.setup.exists():
+                write_setup(self.setup)
             # config.toml marks a directory as a run, so it is written last. BEGUN lists what a process that was killed
             # before that may leave behind.
             # It is rewritten when the run is resumed: settings in FREE, such as the path of the data, may have changed.
@@ -185,7 +203,20 @@ def check_directory(directory: Path, config: dict[str, Any], complete: Complete 
     if "config.toml" in names:
         before, now = flat(complete(read_config(directory))), flat(config)
         fixed = [name for name in sorted({*before, *now}) if not any(fnmatchcase(name, free) for free in FREE)]
-        _refuse_changes(directory, {name: (before.get(name), now.get(name)) for name in fixed})
+        pairs = {name: (before.get(name), now.get(name)) for name in fixed}
+        _refuse_changes(directory, {name: pair for name, pair in pairs.items() if not _moved(*pair)})
+
+
+def _moved(old: Any, new: Any) -> bool:
+    """Return whether a setting names a file that was moved, with everything around it, to another directory."""
+    return (
+        isinstance(old, str)
+        and isinstance(new, str)
+        and os.path.isabs(old)
+        and not os.path.exists(old)
+        and os.path.isabs(new)
+        and os.path.basename(old) == os.path.basename(new)
+    )
 
 
 def check_fingerprint(directory: Path, fingerprint: dict[str, Any]) -> None:
