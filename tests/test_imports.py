@@ -27,7 +27,7 @@ ALLOWED = {
     "families": {"data", "errors", "hf", "models", "nn"},
     "hf": {"models", "nn", "tree", "errors", "atomic", "atomic_directory", "inputs", "strict_json"},
     "tasks": {"models", "nn", "data", "generate", "metrics", "tree", "errors", "atomic", "inputs", "strict_json"},
-    "train": {"tasks", "data", "nn", "tree", "errors", "atomic", "inputs", "strict_json"},
+    "train": {"tasks", "data", "nn", "tree", "errors", "atomic", "atomic_directory", "inputs", "strict_json"},
     "pretrained": {
         "families",
         "hf",

@@ -126,15 +126,18 @@ def test_optimizers_have_a_default_learning_rate(name: str, text: Path) -> None:
     assert f"learning_rate = {RATES[name]}" in record
 
 
-def test_damaged_checkpoint_is_reported(text: Path) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(text: Path) -> None:
     flags = ("--training.steps", "4", "--training.save-every", "2")
     run(*train("run", *flags))
+    before = parameters("run")
     parts = [path for path in Path("run/checkpoints/4").rglob("*") if path.is_file() and "/d/" in str(path)]
     for part in parts:
         part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
-    fails(train("run", *flags), "checkpoints/4 is damaged")
-    fails(("export", "run", "exported"), "Delete it to resume from an earlier one (2)")
+    fails(("export", "run", "exported"), "checkpoints/4 is damaged")
     assert not Path("exported").exists()
+    fails(train("run", *flags, "--training.on-damage", "stop"), "checkpoints/4 is damaged")
+    assert "using checkpoint 2 instead of 4" in run(*train("run", *flags)).err
+    assert all((before[name] == value).all() for name, value in parameters("run").items())
 
 
 def parameters(out: str, model: str = "model") -> dict[str, np.ndarray]:
@@ -186,20 +189,29 @@ def test_pixel_models_train_and_sample_images(text: Path) -> None:
     assert last["bits_per_dim"] == pytest.approx(last["loss"] / math.log(2))
     # At this temperature about one id in a hundred would be special if they were not excluded.
     run("generate", "run/model", "--sample-images", "5", "--out", "drawn", "--do-sample", "--temperature", "50")
-    assert sorted(path.name for path in Path("drawn").iterdir()) == [*(f"000{i}.png" for i in range(5)), "grid.png"]
+    assert sorted(path.name for path in Path("drawn").iterdir()) == [
+        *(f"000{i}.png" for i in range(5)),
+        "flaxen_manifest.json",
+        "grid.png",
+    ]
     for name, size in (("0000", (4, 4)), ("grid", (16, 11))):
         with Image.open(f"drawn/{name}.png") as image:
             assert image.size == size
     drawing = ("generate", "run/model", "--sample-images")
     run(*drawing, "2", "--out", "drawn", "--do-sample", "--nucleus", "0.9")  # replaces the five
-    assert sorted(path.name for path in Path("drawn").iterdir()) == ["0000.png", "0001.png", "grid.png"]
+    assert sorted(path.name for path in Path("drawn").iterdir()) == [
+        "0000.png",
+        "0001.png",
+        "flaxen_manifest.json",
+        "grid.png",
+    ]
     for flags, message in (
         (("5",), "a directory as --out"),
         (("-1", "--out", "x"), "--sample-images must be at least 1"),
         (("2", "--out", "x", "--num-beams", "2"), "--num-beams cannot be combined with --sample-images"),
         (("2", "--out", "x", "--no-do-sample"), "--no-do-sample cannot be combined with --sample-images"),
         (("2", "--out", "x", "--json"), "--json cannot be combined with --sample-images"),
-        (("2", "--out", "pictures.npy"), "already exists and is not a directory with grid.png"),
+        (("2", "--out", "pictures.npy"), "already exists and is a file; expected a directory"),
     ):
         fails((*drawing, *flags), message)
     assert not Path("x").exists()

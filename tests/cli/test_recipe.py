@@ -61,6 +61,7 @@ EVERYTHING = Settings(
         save_every=11,
         keep=4,
         keep_best="accuracy",
+        on_damage="stop",
     ),
     tracking=Tracking(tensorboard=True, wandb="w", trackio="t", name="n"),
 )

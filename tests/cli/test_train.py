@@ -99,7 +99,7 @@ def steps_in(run: Path) -> list[str]:
 
 
 def test_files_of_a_complete_run(run: Path) -> None:
-    names = ["checkpoints", "config.toml", "lock", "metrics.jsonl", "model", "run.json"]
+    names = ["checkpoints", "config.toml", "lock", "metrics.jsonl", "model", "run.json", "setup"]
     assert sorted(path.name for path in run.iterdir()) == names
     assert steps_in(run) == ["4", "6"]
     assert [record["step"] for record in records(run, "train")] == [1, 2, 3, 4, 5, 6]

@@ -124,8 +124,8 @@ def train(
         # After a complete run, only export what is missing: the process may have been killed before exporting.
         for target, export_step in ((run.model, steps), (run.best, loop_state.best_step)):
             if export_step is not None and (done < steps or not target.exists()):
-                exported = state if export_step == int(state.step) else checkpoints.restore(export_step, state)[0]
-                export(exported.model, target)
+                latest = export_step == int(state.step)
+                export(state.model if latest else checkpoints.restore_model(export_step, state.model), target)
         if done < steps:
             display.line(f"trained {steps - done:,} steps in {seconds(speed.total)}; model saved in {run.model}")
     return loop_state.evaluation or {}
