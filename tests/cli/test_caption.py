@@ -218,7 +218,8 @@ def test_compose_then_lora_then_merge(material: Path, tmp_path: Path) -> None:
     done = command(*arguments)
     assert done.code == 0, done.err
     adapter = tmp_path / "run" / "model"
-    assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "flaxen_manifest.json"}
+    names = {"adapter_config.json", "adapter_model.safetensors", "flaxen_manifest.json"}
+    assert {path.name for path in adapter.iterdir()} == names
     images = [material / "images" / f"{i}.png" for i in range(2)]
     merged = command("merge", tmp_path / "pair", adapter, tmp_path / "merged")
     assert merged.code == 0, merged.err
